@@ -1,0 +1,27 @@
+"""
+Compares residual rules.
+
+    python compare.py                     trains standard, full and block on Shakespeare: one table, one picture
+    python compare.py --seeds=5 --modes=standard,block:4      paired seeds; block:N: block mode with N residual blocks
+    python compare.py speed --shape=B     cost of a training step by mode and kernel
+
+`python compare.py VERB --help` lists the keys of a verb.
+"""
+import importlib
+import sys
+
+import config as configuration
+
+VERBS = {'loss': 'experiments.loss', 'speed': 'experiments.speed'}
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    verb, rest = (argv[0], argv[1:]) if argv and argv[0] in VERBS else ('loss', argv)
+    if rest and verb == 'loss' and not rest[0].startswith('-') and not rest[0].endswith('.toml'):
+        configuration.fail(f'unknown verb {rest[0]!r}: one of ' + ', '.join(VERBS))
+    return importlib.import_module(VERBS[verb]).main(rest)
+
+
+if __name__ == '__main__':
+    main()

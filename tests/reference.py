@@ -1,0 +1,172 @@
+"""The second definition of the mathematics: the whole network in float64, in explicit loops.
+
+It imports nothing from the project and none of torch.nn: every formula is written out, so that an error would have to
+be made twice, in two different shapes, to pass unseen. The residual rules follow the paper's equations
+(arXiv 2603.15031) literally: each read forms its sources anew, as sums over index sets, where model.py carries them
+along.
+
+Parameters come from a state dict with nanoGPT's names. Autograd runs through it, so it defines the gradients too.
+"""
+import math
+
+import torch
+
+
+def mean(x):
+    """sum_i x_i / D over the last dimension, which stays as 1"""
+    return x.sum(-1, keepdim=True) / x.shape[-1]
+
+
+def softmax(scores):
+    """exp(s_i) / sum_j exp(s_j) of a python list of equally shaped tensors -> list"""
+    top = scores[0]
+    for s in scores[1:]:
+        top = torch.maximum(top, s)
+    top = top.detach()  # any constant cancels; the maximum avoids overflow
+    e = [torch.exp(s - top) for s in scores]
+    total = e[0]
+    for x in e[1:]:
+        total = total + x
+    return [x / total for x in e]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# depth attention
+
+def attend(sources, u, eps):
+    """sum_i alpha_i v_i, alpha = softmax_i(u . RMSNorm(v_i)): paper eq. 2 to 4, u = query * key gain
+
+    sources: list of (..., D); u: (D,) -> (..., D)
+    """
+    v = [s.double() for s in sources]
+    u = u.double()
+    scores = []
+    for s in v:
+        key = s / torch.sqrt(mean(s * s) + eps)
+        scores.append((u * key).sum(-1, keepdim=True))
+    alpha = softmax(scores)
+    return sum(a * s for a, s in zip(alpha, v, strict=True))
+
+
+def index_sets(L, S):
+    """B_1, B_2, ...: sublayers 0..L-1 in runs of S, the last one perhaps shorter (paper eq. 5)"""
+    return [list(range(first, min(first + S, L))) for first in range(0, L, S)]
+
+
+def sources_at(l, embedding, outputs, S, L):
+    """[b_0, ..., b_{n-1}] and, unless l opens its block, b_n^{i-1} (paper eq. 6); l = L is the output aggregation"""
+    sources = [embedding]
+    for block in index_sets(L, S):
+        done = [outputs[j] for j in block if j < l]
+        if done:
+            sources.append(sum(done[1:], start=done[0]))
+    return sources
+
+
+def depth_attention(h, sublayers, query, S, eps):
+    """read, run and keep each sublayer's output; then aggregate
+
+    h: embedding (B, T, D); sublayers: L callables; query: (L+1, D), gain folded in; S: sublayers a residual block,
+    1 for Full -> what the final norm reads (B, T, D)
+    """
+    L = len(sublayers)
+    embedding, outputs = h.double(), []
+    for l in range(L):
+        read = attend(sources_at(l, embedding, outputs, S, L), query[l], eps)
+        outputs.append(sublayers[l](read))
+    return attend(sources_at(L, embedding, outputs, S, L), query[L], eps)
+
+
+def standard(h, sublayers):
+    """h_l = h_1 + sum_{i<l} f_i(h_i)"""
+    embedding, outputs = h.double(), []
+    for f in sublayers:
+        outputs.append(f(embedding + sum(outputs)))
+    return embedding + sum(outputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPT-2
+
+def linear(x, weight, bias):
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+def layer_norm(x, weight, bias, eps):
+    centred = x - mean(x)
+    y = centred / torch.sqrt(mean(centred * centred) + eps) * weight
+    return y if bias is None else y + bias
+
+
+def gelu(x):
+    """GPT-2's tanh form"""
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def attention(x, p, prefix, n_head):
+    """causal, a head, a query position and a key position at a time: (B, T, D) -> (B, T, D)"""
+    B, T, D = x.shape
+    size = D // n_head
+    qkv = linear(x, p[prefix + 'c_attn.weight'], p.get(prefix + 'c_attn.bias'))
+    heads = []
+    for k in range(n_head):
+        q, key, value = (qkv[:, :, part * D + k * size:part * D + (k + 1) * size] for part in range(3))
+        rows = []
+        for t in range(T):
+            alpha = softmax([(q[:, t] * key[:, j]).sum(-1, keepdim=True) / math.sqrt(size) for j in range(t + 1)])
+            rows.append(sum(a * value[:, j] for j, a in enumerate(alpha)))
+        heads.append(torch.stack(rows, dim=1))
+    return linear(torch.cat(heads, dim=-1), p[prefix + 'c_proj.weight'], p.get(prefix + 'c_proj.bias'))
+
+
+def mlp(x, p, prefix):
+    x = gelu(linear(x, p[prefix + 'c_fc.weight'], p.get(prefix + 'c_fc.bias')))
+    return linear(x, p[prefix + 'c_proj.weight'], p.get(prefix + 'c_proj.bias'))
+
+
+def sublayers_of(p, cfg):
+    """f_0 .. f_{L-1}: attention and MLP by turns, each with its own norm before it"""
+    def attn(x, name):
+        x = layer_norm(x, p[name + 'ln_1.weight'], p.get(name + 'ln_1.bias'), cfg['norm_eps'])
+        return attention(x, p, name + 'attn.', cfg['n_head'])
+
+    def feed(x, name):
+        x = layer_norm(x, p[name + 'ln_2.weight'], p.get(name + 'ln_2.bias'), cfg['norm_eps'])
+        return mlp(x, p, name + 'mlp.')
+
+    fs = []
+    for i in range(cfg['n_layer']):
+        for kind in (attn, feed):
+            fs.append(lambda x, kind=kind, name=f'transformer.h.{i}.': kind(x, name))
+    return fs
+
+
+def cross_entropy(logits, targets):
+    """mean over positions of log sum_v exp(logit_v) - logit_target"""
+    V = logits.shape[-1]
+    losses = []
+    for row, t in zip(logits.reshape(-1, V), targets.reshape(-1).tolist(), strict=True):
+        top = row.max().detach()
+        losses.append(top + torch.log(torch.exp(row - top).sum()) - row[t])
+    return sum(losses) / len(losses)
+
+
+def logits_and_loss(state_dict, cfg, idx, targets=None):
+    """the network: idx (B, T) -> logits (B, T, V), loss or None
+
+    cfg: dict with n_layer, n_head, norm_eps, residual and, in block mode, residual_blocks
+    """
+    p = {name: value.double() for name, value in state_dict.items()}
+    wte, wpe = p['transformer.wte.weight'], p['transformer.wpe.weight']
+    h = torch.stack([torch.stack([wte[token] + wpe[t] for t, token in enumerate(row)]) for row in idx.tolist()])
+    fs = sublayers_of(p, cfg)
+    if cfg['residual'] == 'standard':
+        h = standard(h, fs)
+    else:
+        u = p['residual.query'] * p['residual.key_gain']
+        S = {'full': 1, 'block': math.ceil(len(fs) / cfg.get('residual_blocks', 1))}[cfg['residual']]
+        h = depth_attention(h, fs, u, S, cfg['norm_eps'])
+    h = layer_norm(h, p['transformer.ln_f.weight'], p.get('transformer.ln_f.bias'), cfg['norm_eps'])
+    logits = h @ wte.T  # the head is the embedding
+    return logits, None if targets is None else cross_entropy(logits, targets)

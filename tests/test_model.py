@@ -1,0 +1,707 @@
+"""model.py against the float64 oracle in reference.py, and one test for each thing that goes wrong in such models."""
+import math
+import pickle
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+
+import kernels
+from model import GPT, RESIDUALS, Cache, DepthAttention, GPTConfig, model_config, pick
+
+V, D, T = 11, 8, 5
+MODES = [('standard', 1), ('full', 1), ('block', 1), ('block', 2), ('block', 3), ('block', 4), ('block', 6)]  # L = 6
+ATTNRES = MODES[1:]
+
+
+def config(residual='standard', residual_blocks=1, **keys):
+    """A tiny GPTConfig; eps is large enough to be seen."""
+    keys = dict(n_ctx=7, vocab_size=V, n_layer=3, n_head=2, n_embd=D, norm_eps=0.02, kernel='reference') | keys
+    return GPTConfig(residual=residual, residual_blocks=residual_blocks, **keys)
+
+
+def randomise(model, scale=0.5):
+    """Gives every parameter, biases, gains and queries too, random values that matter. -> model"""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            unit = name.endswith(('ln_1.weight', 'ln_2.weight', 'ln_f.weight', 'key_gain'))
+            p.copy_(torch.randn(p.shape, dtype=torch.float64) * scale + unit)
+    return model
+
+
+def tiny(residual='standard', residual_blocks=1, dtype=torch.float64, **keys):
+    return randomise(GPT(config(residual, residual_blocks, **keys)).to(dtype))
+
+
+def tokens(T=T, B=2):
+    return torch.randint(V, (B, T))
+
+
+def gradients(model, idx, targets):
+    """logits, {name: gradient} of one backward pass"""
+    model.zero_grad(set_to_none=True)
+    logits, loss = model(idx, targets)
+    loss.backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def reads(rule):
+    """A list that fills with (w, v, h) of every depth read of the rule, in order."""
+    seen = []
+    rule.attend.register_forward_hook(lambda module, args, h: seen.append((*args, h)))
+    return seen
+
+
+def close(a, b, tolerance=1e-10):
+    return bool((a - b).norm() <= tolerance * b.norm())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the oracle, checked by numbers from outside
+
+GOLD = [([[1., 0, 0, 0], [0, 1, 0, 0]], [2., 0, 0, 0], [0.9820137900, 0.0179862100, 0, 0]),
+        ([[1., 2, 3, 4], [4, -3, 2, -1], [.5, .5, -.5, 10]], [.3, -.2, .1, .4],
+         [1.7188453455, -0.0694017430, 1.3911580507, 4.7312895086])]
+
+
+@pytest.mark.parametrize('sources, u, h', GOLD)
+def test_golden_vectors(sources, u, h):
+    sources = [torch.tensor(v, dtype=torch.float64) for v in sources]
+    u, h = torch.tensor(u, dtype=torch.float64), torch.tensor(h, dtype=torch.float64)
+    assert torch.allclose(reference.attend(sources, u, 0.0), h, rtol=0, atol=1e-10)
+    here = DepthAttention(0.0)(u, tuple(v.view(1, 1, -1) for v in sources)).view(-1)
+    assert torch.allclose(here, h, rtol=0, atol=1e-10)
+
+
+def test_golden_weights():
+    sources = [torch.tensor(v, dtype=torch.float64).view(1, 1, -1) for v in GOLD[1][0]]
+    alpha = DepthAttention(0.0).alpha(torch.tensor(GOLD[1][1], dtype=torch.float64), tuple(sources))
+    assert alpha.shape == (3, 1, 1)
+    expected = torch.tensor([0.3247218012, 0.3018526985, 0.3734255002], dtype=torch.float64)
+    assert torch.allclose(alpha.view(-1), expected, rtol=0, atol=1e-10)
+
+
+def test_oracle_partition():
+    assert reference.index_sets(6, 1) == [[0], [1], [2], [3], [4], [5]]
+    assert reference.index_sets(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# exact: logits and gradients
+
+EVERY = [pytest.param(kernel, n, mode, N, marks=[pytest.mark.slow] if kernel == 'triton' else [])
+         for kernel in kernels.KERNELS if kernel != 'auto' for n in (1, 2, 3, 4)
+         for mode, N in [('standard', 1), ('full', 1), *(('block', N) for N in range(1, 2 * n + 1))]
+         if mode != 'standard' or kernel == 'reference']  # standard has no depth attention
+
+
+@pytest.mark.parametrize('kernel, n_layer, mode, N', EVERY)
+def test_logits_and_all_gradients_equal_the_oracle(kernel, n_layer, mode, N):
+    try:
+        kernels.choose(kernel, torch.zeros(2, T, D, dtype=torch.float64))
+    except ValueError as e:
+        pytest.skip(f'{kernel} cannot run here: {e}')
+    bias = (n_layer + N) % 2 == 0
+    model = tiny(mode, N, n_layer=n_layer, bias=bias, kernel=kernel)
+    idx, targets = tokens(), tokens()
+    logits, grads = gradients(model, idx, targets)
+
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    expected, loss = reference.logits_and_loss(leaves, asdict(model.config), idx, targets)
+    loss.backward()
+    assert logits.shape == (2, T, V) and close(logits, expected.detach())
+    for name, p in leaves.items():
+        assert close(grads[name], p.grad), name
+        assert p.grad.abs().max() > 0, f'{name}: a gradient of zero proves nothing'
+
+
+def test_loss_is_the_oracles_and_targets_of_minus_one_do_not_count():
+    model, idx, targets = tiny(), tokens(), tokens()
+    _, expected = reference.logits_and_loss(model.state_dict(), asdict(model.config), idx, targets)
+    assert math.isclose(model(idx, targets)[1].item(), expected.item(), rel_tol=1e-12)
+    assert model(idx)[1] is None
+    half = targets.clone()
+    half[1] = -1
+    _, expected = reference.logits_and_loss(model.state_dict(), asdict(model.config), idx[:1], targets[:1])
+    assert math.isclose(model(idx, half)[1].item(), expected.item(), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('n_layer', [1, 3])
+def test_full_is_block_of_one_to_the_last_bit(dtype, n_layer):
+    full, block = tiny('full', n_layer=n_layer, dtype=dtype), tiny('block', 2 * n_layer, n_layer=n_layer, dtype=dtype)
+    block.load_state_dict(full.state_dict())
+    idx, targets = tokens(), tokens()
+    a, grads_a = gradients(full, idx, targets)
+    b, grads_b = gradients(block, idx, targets)
+    assert torch.equal(a, b)
+    assert all(torch.equal(grads_a[name], grads_b[name]) for name in grads_a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# at initialisation
+
+def test_all_modes_are_one_function_at_initialisation():
+    idx = tokens()
+    out = {}
+    for mode in MODES:
+        torch.manual_seed(0)
+        out[mode] = GPT(config(*mode, norm_eps=0)).double()(idx)[0]
+    expected = out['standard', 1]
+    assert expected.std() > 1e-3
+    for mode, logits in out.items():
+        assert (logits - expected).abs().max() < 1e-12, mode
+
+
+def test_first_loss_is_the_same_in_float32_with_the_default_eps():
+    losses = []
+    idx, targets = torch.randint(65, (4, 32)), torch.randint(65, (4, 32))
+    for mode in MODES:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(n_ctx=32, vocab_size=65, n_layer=3, n_head=2, n_embd=32, residual=mode[0],
+                              residual_blocks=mode[1]))
+        losses.append(model(idx, targets)[1].item())
+    assert max(losses) - min(losses) < 5e-5 and abs(losses[0] - math.log(65)) < 0.1
+
+
+@pytest.mark.parametrize('mode', ATTNRES)
+def test_one_seed_gives_every_mode_the_same_weights(mode):
+    states = []
+    for m in (('standard', 1), mode):
+        torch.manual_seed(5)
+        states.append((GPT(config(*m)).state_dict(), torch.get_rng_state()))
+    (standard, rng), (other, rng_other) = states
+    assert all(torch.equal(standard[name], other[name]) for name in standard)
+    assert torch.equal(rng, rng_other)  # nothing more was drawn: dropout and data go on alike
+
+
+@pytest.mark.parametrize('mode', ATTNRES)
+def test_every_depth_weight_is_one_over_n_after_construction(mode):
+    model = GPT(config(*mode))
+    seen = reads(model.residual)
+    model(tokens())
+    assert len(seen) == 2 * model.config.n_layer + 1
+    for w, v, h in seen:
+        alpha = model.residual.attend.alpha(w, v)
+        assert alpha.shape == (len(v), 2, T) and (alpha == 1 / len(v)).all()
+        assert torch.allclose(h, sum(v) / len(v), atol=1e-6)
+    assert (model.residual.query == 0).all() and (model.residual.key_gain == 1).all()
+
+
+@pytest.mark.parametrize('mode', ATTNRES)
+def test_which_residual_gradients_are_zero(mode):
+    model, idx, targets = GPT(config(*mode)).double(), tokens(), tokens()
+    _, grads = gradients(model, idx, targets)
+    assert (grads['residual.key_gain'] == 0).all()  # it acts as query * key_gain, and queries are zero
+    assert (grads['residual.query'][0] == 0).all()  # a single source: nothing to choose
+    assert (grads['residual.query'][1:].abs().amax(1) > 0).all()
+    _, grads = gradients(randomise(model), idx, targets)
+    assert (grads['residual.query'][0] == 0).all() and (grads['residual.key_gain'][0] == 0).all()
+    assert (grads['residual.key_gain'][1:].abs().amax(1) > 0).all()
+
+
+@pytest.mark.parametrize('scale', [True, False])
+def test_initial_spread(scale):
+    model = GPT(config(n_embd=64, n_head=2, n_layer=2, vocab_size=100, n_ctx=50, scale_proj_init=scale))
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            std = 0.02 / 2 if scale and name.endswith('c_proj.weight') else 0.02  # sqrt(2 * n_layer) = 2
+            assert abs(p.std().item() / std - 1) < 0.06 and abs(p.mean().item()) < 0.1 * std, name
+        else:
+            assert (p == (0 if name.endswith('bias') else 1)).all(), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sources
+
+def toy(mode, n_layer, **keys):
+    """rule, embedding, sublayers and the list of their outputs, which fills as they run; float64, random queries"""
+    rule = randomise(RESIDUALS[mode[0]](config(*mode, n_layer=n_layer, **keys)).double())
+    outputs = []
+
+    def sublayer(weight):
+        def f(h):
+            outputs.append(torch.tanh(h @ weight) * 3)
+            return outputs[-1]
+        return f
+    sublayers = [sublayer(torch.randn(D, D).double()) for _ in range(2 * n_layer)]
+    return rule, torch.randn(2, T, D).double(), sublayers, outputs
+
+
+COUNTS = [  # sources at each read, the output aggregation last: worked out by hand from the paper's eq. 6
+    ('full', 1, 3, [1, 2, 3, 4, 5, 6, 7]),
+    ('block', 6, 3, [1, 2, 3, 4, 5, 6, 7]),
+    ('block', 1, 3, [1, 2, 2, 2, 2, 2, 2]),
+    ('block', 2, 3, [1, 2, 2, 2, 3, 3, 3]),  # S = 3: a boundary inside a transformer block
+    ('block', 3, 3, [1, 2, 2, 3, 3, 4, 4]),
+    ('block', 3, 4, [1, 2, 2, 2, 3, 3, 3, 4, 4]),  # S = 3, ragged: the last block has two
+    ('block', 8, 5, [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]),  # 10 / 8 is rounded up to S = 2: five blocks
+    ('block', 8, 16, [1] + [n for n in range(2, 10) for _ in range(4)]),  # the paper's 32 sublayers, S = 4
+]
+
+
+@pytest.mark.parametrize('mode, N, n_layer, counts', COUNTS)
+def test_sources_at_every_read(mode, N, n_layer, counts):
+    rule, h, sublayers, outputs = toy((mode, N), n_layer)
+    seen = reads(rule)
+    rule(h, sublayers)
+    assert [len(v) for _, v, _ in seen] == counts
+    total = h
+    for l, (w, v, _) in enumerate(seen):
+        assert torch.equal(v[0], h)  # the embedding is its own source
+        assert close(sum(v), total)  # disjoint sums: nothing twice, nothing missing
+        assert all(x.abs().sum() > 0 for x in v)  # no empty partial sum
+        assert torch.equal(w, rule.query[l] * rule.key_gain[l])
+        total = total + outputs[l] if l < len(outputs) else total
+
+
+@pytest.mark.parametrize('mode', [m[:3] for m in COUNTS])
+def test_gradient_reaches_every_source(mode):
+    *mode, n_layer = mode
+    rule, h, _, _ = toy(mode, n_layer)
+    leaves = [x.requires_grad_() for x in (h, *torch.randn(2 * n_layer, 2, T, D).double())]
+    probe = torch.randn(2, T, D).double()
+    constant = [lambda _, y=y: y for y in leaves[1:]]  # sublayers that ignore what they read
+    out = rule(h, constant)
+    grads = torch.autograd.grad((out * probe).sum(), leaves)
+    expected = reference.depth_attention(h, constant, rule.query * rule.key_gain, rule.S, 0.02)
+    assert close(out, expected)
+    for a, b in zip(grads, torch.autograd.grad((expected * probe).sum(), leaves), strict=True):
+        assert b.abs().max() > 1e-6 and close(a, b)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_the_head_reads_more_than_the_last_block(mode):
+    model = tiny(*mode)
+    last = model.transformer.h[-1].mlp.c_proj
+    torch.nn.init.zeros_(last.weight)
+    torch.nn.init.zeros_(last.bias)
+    read = []
+    model.transformer.ln_f.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    model.transformer.drop.register_forward_hook(lambda module, args, h: read.append(h))
+    idx = tokens()
+    logits, _ = model(idx)
+    expected, _ = reference.logits_and_loss(model.state_dict(), asdict(model.config), idx)
+    assert close(logits, expected)
+    fixed = [lambda h: torch.zeros_like(h)] * 6  # with silent sublayers only the embedding is left
+    h = read[0].detach().requires_grad_()
+    grad, = torch.autograd.grad(model.residual(h, fixed).square().sum(), h)
+    assert grad.abs().min() > 0
+
+
+def test_the_partition_that_came_out_is_told():
+    assert 'in 5 residual blocks of 2' in RESIDUALS['block'](config('block', 8, n_layer=5)).describe()
+    assert 'in 3 residual blocks of 3, the last of 2' in RESIDUALS['block'](config('block', 3, n_layer=4)).describe()
+    assert 'in 6 residual blocks of 1' in RESIDUALS['full'](config('full')).describe()
+    assert RESIDUALS['standard'](config()).describe()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# causality, precision, recomputation, dropout, compilation
+
+@pytest.mark.parametrize('mode', MODES)
+def test_no_logit_moves_before_the_token_that_changed(mode):
+    model, idx = tiny(*mode), tokens()
+    before = model(idx)[0]
+    for t in range(T):
+        other = idx.clone()
+        other[:, t] = (other[:, t] + 1) % V
+        moved = (model(other)[0] - before).abs().amax((0, 2))
+        assert (moved[:t] < 1e-12).all() and (moved[t:] > 1e-6).all()
+
+
+@pytest.mark.parametrize('mode', ATTNRES)
+def test_depth_attention_is_float32_under_bfloat16_autocast(mode):
+    model = tiny(*mode, dtype=torch.float32, n_embd=64)
+    seen = reads(model.residual)
+    with torch.autocast('cpu', torch.bfloat16):
+        logits, _ = model(tokens())
+        for w, v, h in seen:
+            alpha = model.residual.attend.alpha(w, v)
+            assert w.dtype == alpha.dtype == torch.float32 and {x.dtype for x in (*v, h)} == {torch.bfloat16}
+            scores = torch.stack([(w.double() * x.double()).sum(-1)
+                                  / (x.double().square().mean(-1) + 0.02).sqrt() for x in v])
+            assert torch.allclose(alpha.double(), scores.softmax(0), rtol=0, atol=2e-6)  # bfloat16 would be off by 1e-2
+            exact = reference.attend(v, w, 0.02)
+            assert ((h.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()  # one rounding, the last
+    assert logits.isfinite().all() and len(seen) == 7
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.3])
+@pytest.mark.parametrize('mode', MODES)
+def test_recompute_changes_no_gradient(mode, dropout):
+    idx, targets = tokens(), tokens()
+    plain, again = tiny(*mode, dropout=dropout), tiny(*mode, dropout=dropout, recompute=True)
+    again.load_state_dict(plain.state_dict())
+    results, calls = [], []
+    again.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for model in (plain, again):
+        torch.manual_seed(3)
+        results.append(gradients(model, idx, targets))
+    (a, grads_a), (b, grads_b) = results
+    assert torch.equal(a, b)
+    assert all(close(grads_b[name], grads_a[name], 1e-13) for name in grads_a)
+    assert len(calls) == 2  # it really was computed twice
+    again.eval()
+    gradients(again, idx, targets)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize('mode', MODES[:3])
+def test_dropout_acts_in_training_only(mode):
+    model, idx = tiny(*mode, dropout=0.4), tokens()
+    expected, _ = reference.logits_and_loss(model.state_dict(), asdict(model.config), idx)
+    assert not close(model(idx)[0], model(idx)[0], 1e-3)
+    assert close(model.eval()(idx)[0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', MODES[:4])
+def test_compiles_whole_with_equal_gradients(mode):
+    torch._dynamo.reset()
+    model, idx, targets = tiny(*mode, n_layer=2), tokens(), tokens()
+    expected, grads_expected = gradients(model, idx, targets)
+    model.zero_grad(set_to_none=True)
+    logits, loss = torch.compile(model, fullgraph=True, backend='aot_eager')(idx, targets)
+    loss.backward()
+    assert close(logits, expected)
+    for name, p in model.named_parameters():
+        assert close(p.grad, grads_expected[name]), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# decoding
+
+@pytest.mark.parametrize('chunks', [[1] * 7, [4, 1, 1, 1], [1, 3, 3], [7]])
+@pytest.mark.parametrize('mode', MODES)
+def test_cached_decoding_equals_the_full_forward(mode, chunks):
+    model, idx = tiny(*mode).eval(), tokens(7)
+    caches = [Cache(7) for _ in model.transformer.h]
+    logits = torch.cat([model(part, caches=caches)[0] for part in idx.split(chunks, dim=1)], dim=1)
+    assert close(logits, model(idx)[0], 1e-12)
+    with pytest.raises(ValueError, match='n_ctx=7'):
+        model(idx[:, :1], caches=caches)
+
+
+def continue_slowly(model, idx, n, choose):
+    """What stream promises, without a cache: a full window is cut to its last half and read anew."""
+    n_ctx = model.config.n_ctx
+    window, out = idx[:, -n_ctx:], []
+    for _ in range(n):
+        if window.size(1) > n_ctx:
+            window = window[:, -max(1, n_ctx // 2):]
+        out.append(choose(model(window)[0][:, -1]))
+        window = torch.cat([window, out[-1]], dim=1)
+    return torch.cat([idx, *out], dim=1)
+
+
+@pytest.mark.parametrize('n_ctx, prompt', [(7, 1), (7, 3), (6, 6), (7, 7), (7, 10), (1, 1), (2, 3)])
+@pytest.mark.parametrize('mode', [('standard', 1), ('full', 1), ('block', 2), ('block', 4)])
+def test_generation_goes_on_past_the_window(mode, n_ctx, prompt):
+    model, idx = tiny(*mode, n_ctx=n_ctx).eval(), tokens(prompt)
+    shapes = []
+    handle = model.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(args[0].size(1)))
+    greedy = model.generate(idx, 3 * n_ctx + 2, temperature=0)
+    handle.remove()
+    assert greedy.shape == (2, prompt + 3 * n_ctx + 2)
+    assert torch.equal(greedy, continue_slowly(model, idx, 3 * n_ctx + 2, lambda x: x.argmax(-1, keepdim=True)))
+    first, half = min(prompt, n_ctx), max(1, n_ctx // 2)
+    expected, length = [first], first
+    while len(expected) < 3 * n_ctx + 2:  # tokens that each call reads: one, but for the prompt and after a full window
+        expected.append(half if length == n_ctx else 1)
+        length = half if length == n_ctx else length + 1
+    assert shapes == expected
+
+    def draw(logits):
+        return torch.multinomial((logits.float() / 0.7).softmax(-1), 1, generator=generator)
+    generator = torch.Generator().manual_seed(2)
+    slow = continue_slowly(model, idx, 9, draw)
+    drawn = model.generate(idx, 9, temperature=0.7, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(drawn, slow)
+
+
+def test_stream_yields_one_column_at_a_time_without_gradients():
+    model, idx = tiny('block', 2).eval(), tokens(2, B=3)
+    columns = []
+    for column in model.stream(idx, 100, temperature=0):
+        assert column.shape == (3, 1) and column.dtype == torch.int64 and not column.requires_grad
+        columns.append(column)
+        if len(columns) == 4:
+            break  # nothing beyond was needed
+    assert torch.equal(torch.cat([idx, *columns], dim=1), model.generate(idx, 4, temperature=0))
+    assert torch.equal(model.generate(idx, 0), idx)
+
+
+def allowed(logits, temperature, top_k, top_p):
+    """The distribution that pick draws from, a token at a time: {id: probability}."""
+    z = [x / temperature for x in logits.tolist()]
+    p = [math.exp(x - max(z)) for x in z]
+    ids = sorted(range(len(p)), key=lambda i: -p[i])[:top_k]
+    total, kept = sum(p[i] for i in ids), []
+    for i in ids:
+        kept.append(i)
+        if top_p is not None and sum(p[j] for j in kept) / total >= top_p:
+            break
+    return {i: p[i] / sum(p[j] for j in kept) for i in kept}
+
+
+@pytest.mark.parametrize('top_p', [None, 1.0, 0.9, 0.5, 0.3, 1e-6])
+@pytest.mark.parametrize('top_k', [None, 1, 2, 4, 10, 11, 99])
+@pytest.mark.parametrize('temperature', [0.5, 1.0, 2.0])
+def test_pick_draws_from_the_right_distribution(temperature, top_k, top_p):
+    logits, n = torch.randn(2, V), 20000
+    drawn = pick(logits.repeat_interleave(n, dim=0), temperature, top_k, top_p)
+    assert drawn.shape == (2 * n, 1)
+    for row, ids in zip(logits, drawn.view(2, n), strict=True):
+        p = allowed(row, temperature, top_k, top_p)
+        count = ids.bincount(minlength=V).tolist()
+        for i in range(V):
+            q = p.get(i, 0.0)
+            assert abs(count[i] / n - q) <= 5 * math.sqrt(q * (1 - q) / n) + (i in p) * 1e-6  # never, if cut
+
+
+def test_pick_defaults_and_edges():
+    logits = torch.full((1000, V), -1e9)
+    logits[:, 3] = logits[:, 7] = 0.0  # half and half
+    assert len(pick(logits).unique()) == 2  # the default is temperature 1 and no cut
+    assert len(pick(logits, top_p=0.5).unique()) == 1  # the first suffices
+    assert len(pick(logits, top_p=0.51).unique()) == 2
+    torch.manual_seed(1)
+    a = pick(logits, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(a, pick(logits, generator=torch.Generator().manual_seed(4)))
+    assert pick(torch.tensor([[1.0, 3, 2]]), temperature=0).tolist() == [[1]]
+
+
+@pytest.mark.parametrize('temperature', [1e-3, 1e-30, 1e-40, 1e-60, 5e-324])
+@pytest.mark.parametrize('cut', [{}, dict(top_k=3), dict(top_p=0.9)])
+def test_a_tiny_temperature_is_greedy_and_finite(temperature, cut):
+    logits = torch.randn(50, V) * 1e4
+    assert torch.equal(pick(logits, temperature, **cut), logits.argmax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize('sampling', [dict(temperature=0), dict(temperature=9.0), dict(top_k=3), dict(top_p=0.9)])
+def test_padding_of_the_vocabulary_is_never_drawn(sampling):
+    model = tiny().eval()
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits + 1e3 * (torch.arange(V) >= 6))
+    out = model.generate(tokens(3, B=8) % 6, 12, n_vocab=6, **sampling)
+    assert out.max() < 6
+    assert model.generate(tokens(3), 1, **sampling)[:, -1].min() >= 6  # without n_vocab the padding wins
+
+
+def test_generate_uses_its_sampling_arguments():
+    model, idx = tiny(scale_proj_init=False).eval(), tokens(2, B=64)
+    greedy = model.generate(idx, 4, temperature=0)
+    assert torch.equal(model.generate(idx, 4, top_k=1), greedy)
+    assert torch.equal(model.generate(idx, 4, top_p=1e-9), greedy)
+    assert torch.equal(model.generate(idx, 4, temperature=1e-9), greedy)
+    assert not torch.equal(model.generate(idx, 4), greedy)
+    torch.manual_seed(9)
+    a = model.generate(idx, 4, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(10)
+    assert torch.equal(a, model.generate(idx, 4, generator=torch.Generator().manual_seed(1)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# optimiser and names
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('mode', MODES[:3])
+def test_what_is_weight_decayed(mode, bias):
+    model = GPT(config(*mode, n_layer=1, bias=bias))
+    optimizer = model.configure_optimizers(weight_decay=0.3, learning_rate=0.02, betas=(0.8, 0.95))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {g['weight_decay']: sorted(names[id(p)] for p in g['params']) for g in optimizer.param_groups}
+    decayed = ['transformer.h.0.attn.c_attn.weight', 'transformer.h.0.attn.c_proj.weight',
+               'transformer.h.0.mlp.c_fc.weight', 'transformer.h.0.mlp.c_proj.weight',
+               'transformer.wpe.weight', 'transformer.wte.weight']
+    assert groups[0.3] == decayed and set(groups) == {0.3, 0.0}
+    assert groups[0.0] == sorted(set(names.values()) - set(decayed))
+    assert all(g['lr'] == 0.02 and tuple(g['betas']) == (0.8, 0.95) for g in optimizer.param_groups)
+    assert isinstance(optimizer, torch.optim.AdamW)
+
+
+NANOGPT = ['lm_head.weight', 'transformer.wte.weight', 'transformer.wpe.weight', 'transformer.ln_f.weight',
+           *(f'transformer.h.0.{x}.weight' for x in
+             ('ln_1', 'ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'))]
+NANOGPT_BIASES = ['transformer.ln_f.bias', *(f'transformer.h.0.{x}.bias' for x in
+                  ('ln_1', 'ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'))]
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('mode', MODES[:3])
+def test_state_dict_names_and_shapes(mode, bias):
+    model = GPT(config(*mode, n_layer=1, bias=bias))
+    state = model.state_dict()
+    extra = [] if mode[0] == 'standard' else ['residual.query', 'residual.key_gain']
+    assert set(state) == {*NANOGPT, *(NANOGPT_BIASES if bias else []), *extra}
+    assert state['transformer.h.0.attn.c_attn.weight'].shape == (3 * D, D)  # (out, in)
+    assert state['transformer.h.0.mlp.c_fc.weight'].shape == (4 * D, D)
+    assert all(state[name].shape == (3, D) for name in extra)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.n_params() == sum(x.numel() for name, x in state.items() if name != 'lm_head.weight')
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad values
+
+def test_the_defaults_are_gpt2s():
+    c = GPTConfig()
+    assert (c.n_ctx, c.vocab_size, c.n_layer, c.n_head, c.n_embd) == (1024, 50304, 12, 12, 768)
+    assert (c.dropout, c.bias, c.norm_eps, c.residual, c.residual_blocks) == (0.0, True, 1e-10, 'standard', 8)
+    assert (c.scale_proj_init, c.kernel, c.recompute) == (True, 'auto', False)
+
+
+SIZES = [(key, value) for key in ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd')
+         for value in (0, -1, True, '4', 4.0, math.nan, None, 2**31, 10**30)]
+WRONG = [*SIZES, *(('dropout', x) for x in (-0.1, 1.0, 1, math.nan, math.inf, '0', True, None)),
+         *(('norm_eps', x) for x in (-1e-5, math.nan, math.inf, '0', False, None)),
+         *(('residual', x) for x in ('Full', '', 'attnres', None, 1, True)),
+         *(('kernel', x) for x in ('cuda', '', None, 0)), ('bias', 1), ('bias', 'yes'), ('bias', None),
+         ('scale_proj_init', 0), ('scale_proj_init', 'no'), ('recompute', 1), ('recompute', 'False'),
+         ('residual_blocks', 2.0), ('residual_blocks', '2'), ('residual_blocks', True), ('residual_blocks', math.nan)]
+
+
+@pytest.mark.parametrize('key, value', WRONG)
+def test_a_wrong_value_is_refused_before_anything_is_built(key, value):
+    with pytest.raises(ValueError) as e:
+        GPTConfig(**{key: value})
+    assert f'{key}={value!r}' in str(e.value) and 'must be' in str(e.value) and '\n' not in str(e.value)
+
+
+def test_a_refusal_says_what_is_allowed():
+    def told(**keys):
+        with pytest.raises(ValueError) as e:
+            GPTConfig(**keys)
+        return str(e.value)
+    assert all(mode in told(residual='ful') for mode in RESIDUALS)
+    assert all(k in told(kernel='cuda') for k in kernels.KERNELS)
+    assert 'n_embd=100' in told(n_embd=100, n_head=3) and 'n_head=3' in told(n_embd=100, n_head=3)
+    assert 'int' in told(n_ctx='4') and '1' in told(n_ctx=0)
+    assert 'from 1 to 2 * n_layer = 6' in told(residual='block', residual_blocks=7, n_layer=3)
+
+
+@pytest.mark.parametrize('N', [-1, 0, 7])
+def test_residual_blocks_is_checked_in_block_mode_only(N):
+    for mode in ('standard', 'full'):
+        assert GPTConfig(n_layer=3, residual=mode, residual_blocks=N).residual_blocks == N
+    with pytest.raises(ValueError, match=f'residual_blocks={N}: '):
+        GPTConfig(n_layer=3, residual='block', residual_blocks=N)
+    for fine in (1, 6):
+        GPTConfig(n_layer=3, residual='block', residual_blocks=fine)
+
+
+def test_a_whole_number_does_for_a_fraction():
+    assert GPTConfig(dropout=0, norm_eps=0) == GPTConfig(dropout=0.0, norm_eps=0.0)
+
+
+def test_the_context_is_a_limit():
+    model = tiny()
+    assert model(tokens(7))[0].shape == (2, 7, V)
+    with pytest.raises(ValueError) as e:
+        model(tokens(8))
+    assert 'idx' in str(e.value) and '8' in str(e.value) and 'n_ctx=7' in str(e.value)
+
+
+@pytest.mark.parametrize('key, value', [
+    ('max_new_tokens', -1), ('max_new_tokens', 2.5), ('max_new_tokens', '3'), ('max_new_tokens', None),
+    ('temperature', -0.1), ('temperature', math.nan), ('temperature', math.inf), ('temperature', 'hot'),
+    ('temperature', None), ('top_k', 0), ('top_k', -2), ('top_k', 1.5), ('top_k', '3'), ('top_k', True),
+    ('top_p', 0), ('top_p', -0.5), ('top_p', 1.1), ('top_p', math.nan), ('top_p', '0.5'), ('top_p', True),
+    ('n_vocab', 0), ('n_vocab', -1), ('n_vocab', V + 1), ('n_vocab', 2.0), ('n_vocab', '4'), ('n_vocab', True)])
+def test_wrong_sampling_arguments(key, value):
+    keys = dict(max_new_tokens=2) | {key: value}
+    with pytest.raises(ValueError) as e:
+        tiny().generate(tokens(), **keys)
+    assert f'{key}={value!r}' in str(e.value) and 'must be' in str(e.value)
+
+
+@pytest.mark.parametrize('idx', [torch.zeros(2, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long)])
+def test_a_prompt_is_needed(idx):
+    with pytest.raises(ValueError, match='idx'):
+        tiny().generate(idx, 1)
+
+
+def test_the_widest_sampling_arguments_are_taken():
+    idx = tokens()
+    assert tiny().eval().generate(idx, 1, temperature=1, top_k=10**6, top_p=1, n_vocab=V).shape == (2, T + 1)
+    assert (tiny().eval().generate(idx, 1, n_vocab=1)[:, -1] == 0).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+def save(path, network, **more):
+    torch.save(dict(model=network.state_dict(), model_config=model_config(network.config)) | more, path)
+
+
+@pytest.mark.parametrize('mode', MODES[:4])
+def test_a_checkpoint_brings_the_function_back(mode, tmp_path):
+    model, idx = tiny(*mode, dtype=torch.float32, dropout=0.2), tokens()
+    save(tmp_path / 'x.pt', model)
+    again = GPT.from_checkpoint(tmp_path / 'x.pt', kernel='reference')
+    assert not again.training and again.config == model.config
+    assert torch.equal(again(idx)[0], model.eval()(idx)[0])
+
+
+def test_the_kernel_is_not_part_of_a_checkpoint(tmp_path):
+    model = tiny('full', dtype=torch.float32)
+    assert model_config(model.config) == {k: v for k, v in asdict(model.config).items() if k != 'kernel'}
+    save(tmp_path / 'x.pt', model)
+    assert GPT.from_checkpoint(tmp_path / 'x.pt').config.kernel == 'auto'
+
+
+def test_of_a_directory_the_best_is_taken_else_the_latest(tmp_path):
+    best, latest = tiny(dtype=torch.float32), tiny(dtype=torch.float32)
+    save(tmp_path / 'ckpt.pt', latest)
+    assert torch.equal(GPT.from_checkpoint(tmp_path).lm_head.weight, latest.lm_head.weight)
+    save(tmp_path / 'best.pt', best)
+    assert torch.equal(GPT.from_checkpoint(tmp_path).lm_head.weight, best.lm_head.weight)
+
+
+class Code:
+    """Unpickled, it would write a file."""
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.write_text, (Path(self.path), 'harm'))
+
+
+def test_a_checkpoint_cannot_carry_code(tmp_path):
+    model, trace = tiny(), tmp_path / 'trace'
+    torch.save(Code(trace), tmp_path / 'a.pt')
+    save(tmp_path / 'b.pt', model, extra=Code(trace))
+    (tmp_path / 'c.pt').write_bytes(pickle.dumps(Code(trace)))
+    for name in ('a.pt', 'b.pt', 'c.pt'):
+        with pytest.raises(ValueError, match=name):
+            GPT.from_checkpoint(tmp_path / name)
+        assert not trace.exists()
+    pickle.loads((tmp_path / 'c.pt').read_bytes())
+    assert trace.exists()  # the trap works
+
+
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
+    model = tiny('block', 2)
+    save(tmp_path / 'whole.pt', model)
+    whole = (tmp_path / 'whole.pt').read_bytes()
+    (tmp_path / 'cut.pt').write_bytes(whole[:len(whole) // 2])
+    (tmp_path / 'empty.pt').write_bytes(b'')
+    (tmp_path / 'text.pt').write_text('To be, or not to be')
+    torch.save({'model': model.state_dict(), 'model_args': {}}, tmp_path / 'foreign.pt')
+    torch.save(model.state_dict(), tmp_path / 'bare.pt')
+    torch.save([1, 2], tmp_path / 'list.pt')
+    (tmp_path / 'folder').mkdir()
+    for name in ('missing.pt', 'cut.pt', 'empty.pt', 'text.pt', 'foreign.pt', 'bare.pt', 'list.pt', 'folder'):
+        with pytest.raises(ValueError, match=name):
+            GPT.from_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize('change', [
+    dict(model_config=dict(n_layer=1, colour='red')), dict(model_config=7), dict(model={}), dict(model=3),
+    dict(model_config=dict(n_layer=-1))])
+def test_a_checkpoint_that_contradicts_itself_is_named(change, tmp_path):
+    save(tmp_path / 'odd.pt', tiny('block', 2), **change)
+    with pytest.raises(ValueError):
+        GPT.from_checkpoint(tmp_path / 'odd.pt')
