@@ -36,7 +36,7 @@ def parse(cls, argv, description=None, positional=()):
     bare = {f'--{f.name}' for f in fields(cls) if bool in union(f.type)}
     given = vars(parser.parse_args([a + '=true' if a in bare else a for a in argv]))
     values = {}
-    for path in given.pop('files') + given.pop('config', []):
+    for path in given.pop('files', []) + given.pop('config', []):
         values |= parser.read(path)
     return values | given
 

@@ -10,17 +10,12 @@ import hashlib
 import json
 import os
 import sys
-import threading
 from contextlib import suppress
 from functools import cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # Windows
 
 DATA = Path(__file__).resolve().parent
 BUNDLED = {'shakespeare_char': 'shakespeare.txt'}
@@ -34,10 +29,8 @@ class CharTokenizer:
 
     def __init__(self, chars: str):
         if len(chars) > 2**16:
-            raise ValueError(f"tokenizer='char': {len(chars):,} distinct characters, uint16 holds 65,536; "
-                             'use --tokenizer=gpt2')
-        self.chars, self.n_vocab = chars, len(chars)
-        self.ids = {c: i for i, c in enumerate(chars)}
+            raise ValueError(f"tokenizer='char': {len(chars):,} distinct characters, uint16 holds 65,536; use gpt2")
+        self.chars, self.n_vocab, self.ids = chars, len(chars), {c: i for i, c in enumerate(chars)}
 
     @classmethod
     def train(cls, text: str):
@@ -62,12 +55,8 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
-    """ GPT-2's byte-pair encoding; the vocabulary is loaded, or downloaded, at first use. """
+    """ GPT-2's byte-pair encoding; its vocabulary is loaded, or downloaded, at first use. """
     kind, n_vocab = 'gpt2', 50257
-
-    @classmethod
-    def train(cls, text: str):
-        return cls()
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(gpt2_bpe().encode_ordinary(text), np.uint16)  # ordinary: '<|endoftext|>' is mere text
@@ -84,61 +73,49 @@ class GPT2Tokenizer:
         return {'kind': self.kind}
 
 
-TOKENIZERS = {'char': CharTokenizer, 'gpt2': GPT2Tokenizer}
-
-
-def tokenizer_class(kind):
-    if kind not in TOKENIZERS:
-        raise ValueError(f'tokenizer={kind!r}: must be one of ' + ', '.join(TOKENIZERS))
-    return TOKENIZERS[kind]
-
-
 def tokenizer_from(state: dict):
     """ The tokenizer whose state() this is. """
-    return tokenizer_class(state.get('kind'))(**{key: state[key] for key in state if key != 'kind'})
+    if state.get('kind') == 'char':
+        return CharTokenizer(state['chars'])
+    if state.get('kind') == 'gpt2':
+        return GPT2Tokenizer()
+    raise ValueError(f'tokenizer={state.get("kind")!r}: must be char or gpt2')
 
 
 @cache
 def gpt2_bpe():
     """ tiktoken's GPT-2 encoding. ValueError if it cannot be had within TIMEOUT seconds. """
-    got = []
-
-    def work():  # in a thread, because tiktoken downloads without a time-out of its own
-        try:
-            import tiktoken
-            got.append(tiktoken.get_encoding('gpt2'))
-        except Exception as e:  # from import, cache or network: told below
-            got.append(e)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT)
-    if got and not isinstance(got[0], Exception):
-        return got[0]
-    reason = f'{type(got[0]).__name__}: {got[0]}'[:160] if got else f'no answer in {TIMEOUT} s'
-    raise ValueError(f"tokenizer='gpt2': tiktoken cannot load GPT-2's vocab.bpe and encoder.json ({reason}); connect to "
-                     'the internet once, set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=char')
+    try:
+        import tiktoken
+        with ThreadPool(1) as pool:  # tiktoken's download has no time-out of its own
+            return pool.apply_async(tiktoken.get_encoding, ['gpt2']).get(TIMEOUT)
+    except Exception as e:  # the import's, the cache's, the network's
+        raise ValueError("tokenizer='gpt2': tiktoken could not load vocab.bpe and encoder.json: connect to the internet "
+                         'once, set TIKTOKEN_CACHE_DIR to a folder where it has them, or use the char tokenizer '
+                         f'(--tokenizer=char); {type(e).__name__} {str(e)[:150]}') from e
 
 
 def read(path):
     """ The text of a UTF-8 file, newlines as they are, without a byte order mark. """
     try:
         text = path.read_bytes().decode('utf-8').removeprefix('\ufeff')
+        fault = None if text else 'is empty'
     except OSError as e:
-        raise ValueError(f'input={str(path)!r}: {e.strerror}; give a text file') from e
+        fault = e.strerror
     except UnicodeDecodeError as e:
-        raise ValueError(f'input={str(path)!r}: not UTF-8 at byte {e.start}; save it as UTF-8') from e
-    if not text:
-        raise ValueError(f'input={str(path)!r}: empty; give a file with text in it')
+        fault = f'is not UTF-8 at byte {e.start}'
+    if fault:
+        raise ValueError(f'input={str(path)!r}: {fault}; give a UTF-8 text file')
     return text
 
 
 def write(folder, files):
     """ Puts files, {name: bytes}, into folder, all or none: without meta.json, the last, it counts as not prepared. """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / '.lock', 'wb') as lock:  # one process at a time; the lock ends with it, however it ends
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl and fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(folder / '.lock', 'wb') as lock:
+        with suppress(ImportError, OSError):  # Windows and some network file systems have no such lock
+            import fcntl
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time; it ends with the process, however that ends
         if files == {p.name: p.read_bytes() for p in folder.iterdir() if p.name in files}:
             return  # another process was first, and someone may be reading
         try:
@@ -147,7 +124,7 @@ def write(folder, files):
                     f.write(data)
                     f.flush()
                     os.fsync(f.fileno())
-            (folder / 'meta.json').unlink(missing_ok=True)  # so that it never stands over other tokens
+            (folder / 'meta.json').unlink(missing_ok=True)  # so that it never describes other tokens
             for name in files:
                 os.replace(folder / f'{name}.tmp', folder / name)
         finally:
@@ -162,27 +139,28 @@ def prepare(name: str, input=None, tokenizer: str = 'char', val_fraction: float 
     """
     if input is None and name not in BUNDLED:
         raise ValueError(f'name={name!r}: not a bundled text ({", ".join(BUNDLED)}); give your own: --input=FILE')
+    path = DATA / BUNDLED[name] if input is None else Path(input)
     if name in ('', '..') or Path(name).name != name or '\\' in name:
         raise ValueError(f'name={name!r}: must be the plain name of a folder; give another --name')
     if not 0 < val_fraction < 1:
         raise ValueError(f'val_fraction={val_fraction!r}: must be between 0 and 1, for example 0.1')
-    cls, path, folder = tokenizer_class(tokenizer), Path(input or DATA / BUNDLED[name]), Path(root) / name
     text = read(path)
-    tok, cut = cls.train(text), int(len(text) * (1 - val_fraction))
+    tok = CharTokenizer.train(text) if tokenizer == 'char' else tokenizer_from({'kind': tokenizer})
+    cut = int(len(text) * (1 - val_fraction))
     tokens = {'train': tok.encode(text[:cut]), 'val': tok.encode(text[cut:])}
     counts = {split: len(tokens[split]) for split in SPLITS}
     if min(counts.values()) < 2:
-        raise ValueError(f'input={str(path)!r}: too short: {counts["train"]} tokens to train on, {counts["val"]} to '
-                         f'validate on, 2 are the least; give a longer text or another val_fraction')
+        raise ValueError(f'input={str(path)!r}: too short, {counts["train"]} + {counts["val"]} tokens (train + val), '
+                         'each must have 2; give a longer text or another val_fraction')
     files = {f'{split}.bin': tokens[split].astype('<u2').tobytes() for split in SPLITS}
     meta = {'tokenizer': tok.state(), 'n_vocab': tok.n_vocab, 'characters': len(text), 'tokens': counts,
             'val_fraction': val_fraction, 'origin': path.name,
             'sha256': {split: hashlib.sha256(files[f'{split}.bin']).hexdigest() for split in SPLITS}}
     try:
-        write(folder, files | {'meta.json': json.dumps(meta, indent=1).encode()})
+        write(Path(root) / name, files | {'meta.json': json.dumps(meta, indent=1).encode()})
     except OSError as e:
-        raise ValueError(f'name={name!r}: cannot write {str(folder)!r} ({e.strerror}); make room there, make it '
-                         'writable, or give another name') from e
+        raise ValueError(f'name={name!r}: cannot write {str(Path(root) / name)!r} ({e.strerror}); make room there, '
+                         'make it writable, or give another name') from e
     return meta
 
 
@@ -198,7 +176,7 @@ def load(name: str, root=DATA) -> tuple[dict, dict]:
             raise ValueError('sizes differ from meta.json')
     except (OSError, ValueError, KeyError, TypeError) as e:
         how = name if name in BUNDLED else f'--input=FILE --name={name}'
-        raise ValueError(f'dataset={name!r}: token files missing or damaged ({e}); python data/prepare.py {how}') from e
+        raise ValueError(f'dataset={name!r}: missing or damaged, {e}; run python data/prepare.py {how}') from e
     return meta, tokens
 
 
@@ -212,7 +190,7 @@ def main(argv=None):
     parser.add_argument('dataset', nargs='?', metavar='NAME', help='a bundled text: ' + ', '.join(BUNDLED))
     parser.add_argument('--input', metavar='FILE', help='a UTF-8 text file of your own')
     parser.add_argument('--name', help="of the folder in data/ (default: the file's, without its ending)")
-    parser.add_argument('--tokenizer', default='char', help=' or '.join(TOKENIZERS) + ' (default: char)')
+    parser.add_argument('--tokenizer', default='char', help='char or gpt2 (default: char)')
     parser.add_argument('--val_fraction', type=float, default=0.1, help='the end of the text (default: 0.1)')
     args = parser.parse_args(argv)
     names = [n for n in (args.name, args.dataset, args.input and Path(args.input).stem) if n is not None]

@@ -295,7 +295,7 @@ def test_the_partition_that_came_out_is_told():
     assert 'in 5 residual blocks of 2' in RESIDUALS['block'](config('block', 8, n_layer=5)).describe()
     assert 'in 3 residual blocks of 3, the last of 2' in RESIDUALS['block'](config('block', 3, n_layer=4)).describe()
     assert 'in 6 residual blocks of 1' in RESIDUALS['full'](config('full')).describe()
-    assert RESIDUALS['standard'](config()).describe()
+    assert RESIDUALS['standard'](config()).describe() == 'h <- h + f(h)'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,6 +327,34 @@ def test_depth_attention_is_float32_under_bfloat16_autocast(mode):
             exact = reference.attend(v, w, 0.02)
             assert ((h.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()  # one rounding, the last
     assert logits.isfinite().all() and len(seen) == 7
+
+
+def test_depth_attention_is_float32_in_a_bfloat16_model():
+    model = tiny('block', 2, dtype=torch.bfloat16)
+    seen = reads(model.residual)
+    logits, _ = model(tokens())
+    assert logits.dtype == torch.bfloat16 and {h.dtype for _, _, h in seen} == {torch.bfloat16}
+    assert all(w.dtype == model.residual.attend.alpha(w, v).dtype == torch.float32 for w, v, _ in seen)
+
+
+def test_a_single_source_is_handed_through():
+    zero = torch.zeros(2, T, D)
+    assert DepthAttention(0.0)(torch.randn(D), (zero,)) is zero  # scored, it would be 0 / 0
+
+
+@pytest.mark.parametrize('mode', ATTNRES)
+def test_a_fast_path_gets_what_it_needs(mode, monkeypatch):
+    taken = []
+
+    def depth_attention(h, sublayers, query, S, eps, path):
+        taken.append(path)
+        return reference.depth_attention(h, sublayers, query, S, eps)
+    monkeypatch.setattr(kernels, 'choose', lambda kernel, h: {'auto': 'fast', 'reference': 'reference'}[kernel])
+    monkeypatch.setattr(kernels, 'depth_attention', depth_attention)
+    model, plain, idx = tiny(*mode, kernel='auto'), tiny(*mode), tokens()
+    plain.load_state_dict(model.state_dict())
+    assert close(model(idx)[0], plain(idx)[0])
+    assert taken == ['fast']
 
 
 @pytest.mark.parametrize('dropout', [0.0, 0.3])
