@@ -12,7 +12,7 @@ import sys
 
 import config as configuration
 
-VERBS = {'loss': 'experiments.loss', 'speed': 'experiments.speed'}
+VERBS = {'loss': 'experiments.loss', 'speed': 'experiments.speed', 'readme': 'experiments.readme'}
 
 
 def main(argv=None):

@@ -90,23 +90,22 @@ def gpt2_bpe():
         with ThreadPool(1) as pool:  # tiktoken's download has no time-out of its own
             return pool.apply_async(tiktoken.get_encoding, ['gpt2']).get(TIMEOUT)
     except Exception as e:  # the import's, the cache's, the network's
-        raise ValueError("tokenizer='gpt2': tiktoken could not load vocab.bpe and encoder.json: connect to the internet "
-                         'once, set TIKTOKEN_CACHE_DIR to a folder where it has them, or use the char tokenizer '
-                         f'(--tokenizer=char); {type(e).__name__} {str(e)[:150]}') from e
+        raise ValueError("tokenizer='gpt2': tiktoken cannot get vocab.bpe and encoder.json; go online once, set "
+                         'TIKTOKEN_CACHE_DIR to a folder that it filled before, or use --tokenizer=char '
+                         f'({type(e).__name__} {str(e)[:120]})') from e
 
 
 def read(path):
     """ The text of a UTF-8 file, newlines as they are, without a byte order mark. """
     try:
-        text = path.read_bytes().decode('utf-8').removeprefix('\ufeff')
-        fault = None if text else 'is empty'
+        if text := path.read_bytes().decode('utf-8').removeprefix('\ufeff'):
+            return text
+        fault = 'is empty'
     except OSError as e:
         fault = e.strerror
     except UnicodeDecodeError as e:
         fault = f'is not UTF-8 at byte {e.start}'
-    if fault:
-        raise ValueError(f'input={str(path)!r}: {fault}; give a UTF-8 text file')
-    return text
+    raise ValueError(f'input={str(path)!r}: {fault}; give a UTF-8 text file')
 
 
 def write(folder, files):
@@ -140,11 +139,11 @@ def prepare(name: str, input=None, tokenizer: str = 'char', val_fraction: float 
     if input is None and name not in BUNDLED:
         raise ValueError(f'name={name!r}: not a bundled text ({", ".join(BUNDLED)}); give your own: --input=FILE')
     path = DATA / BUNDLED[name] if input is None else Path(input)
+    text, folder = read(path), Path(root) / name
     if name in ('', '..') or Path(name).name != name or '\\' in name:
         raise ValueError(f'name={name!r}: must be the plain name of a folder; give another --name')
     if not 0 < val_fraction < 1:
         raise ValueError(f'val_fraction={val_fraction!r}: must be between 0 and 1, for example 0.1')
-    text = read(path)
     tok = CharTokenizer.train(text) if tokenizer == 'char' else tokenizer_from({'kind': tokenizer})
     cut = int(len(text) * (1 - val_fraction))
     tokens = {'train': tok.encode(text[:cut]), 'val': tok.encode(text[cut:])}
@@ -157,10 +156,10 @@ def prepare(name: str, input=None, tokenizer: str = 'char', val_fraction: float 
             'val_fraction': val_fraction, 'origin': path.name,
             'sha256': {split: hashlib.sha256(files[f'{split}.bin']).hexdigest() for split in SPLITS}}
     try:
-        write(Path(root) / name, files | {'meta.json': json.dumps(meta, indent=1).encode()})
+        write(folder, files | {'meta.json': json.dumps(meta, indent=1).encode()})
     except OSError as e:
-        raise ValueError(f'name={name!r}: cannot write {str(Path(root) / name)!r} ({e.strerror}); make room there, '
-                         'make it writable, or give another name') from e
+        raise ValueError(f'name={name!r}: cannot write {str(folder)!r} ({e.strerror}); make room or make it writable, '
+                         'or give another name') from e
     return meta
 
 
@@ -193,14 +192,14 @@ def main(argv=None):
     parser.add_argument('--tokenizer', default='char', help='char or gpt2 (default: char)')
     parser.add_argument('--val_fraction', type=float, default=0.1, help='the end of the text (default: 0.1)')
     args = parser.parse_args(argv)
-    names = [n for n in (args.name, args.dataset, args.input and Path(args.input).stem) if n is not None]
-    if not names:
-        fail('nothing to prepare: give shakespeare_char or --input=FILE')
+    if args.dataset is None and args.input is None:
+        fail('nothing to prepare: give the name of a bundled text or --input=FILE')
+    name = next(n for n in (args.name, args.dataset, Path(args.input or '').stem) if n is not None)
     try:
-        meta = prepare(names[0], args.input, args.tokenizer, args.val_fraction)
+        meta = prepare(name, args.input, args.tokenizer, args.val_fraction)
     except ValueError as e:
         fail(e)
-    print(f'data/{names[0]}: {meta["tokens"]["train"]:,} train and {meta["tokens"]["val"]:,} val tokens, '
+    print(f'data/{name}: {meta["tokens"]["train"]:,} train and {meta["tokens"]["val"]:,} val tokens, '
           f'vocabulary {meta["n_vocab"]:,} ({meta["tokenizer"]["kind"]}), from {meta["origin"]}')
 
 

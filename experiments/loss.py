@@ -8,16 +8,16 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
 
 import torch
-from data.prepare import load
 
 import config as configuration
+from data.prepare import load
 from experiments import measure, pictures
-from model import RESIDUALS
+from experiments.common import environment, mode_configs, table, write_json
+from model import RESIDUALS, load_checkpoint
 from sample import SampleConfig, sample
 from train import FREE, TrainConfig, pick_device, pick_dtype, train
 
@@ -39,14 +39,7 @@ class CompareConfig(TrainConfig):
     def mode_configs(self):
         """ {label: TrainConfig}, in the order asked for, each with the first seed. """
         base = {f.name: getattr(self, f.name) for f in fields(TrainConfig)}
-        out = {}
-        for mode in self.modes.split(','):
-            rule, _, n = mode.strip().partition(':')
-            if rule not in RESIDUALS or (n and (rule != 'block' or not n.isdecimal())):
-                raise ValueError(f'modes={self.modes!r}: {mode!r} is none of {", ".join(RESIDUALS)}, block:N')
-            rest = {'residual_blocks': int(n)} if n else {}
-            out[mode.strip()] = TrainConfig(**base | {'residual': rule} | rest)
-        return out
+        return {label: TrainConfig(**base | keys) for label, keys in mode_configs(self.modes).items()}
 
 
 def partition(cfg):
@@ -82,12 +75,6 @@ def run(cfg, root, data, title):
     return result
 
 
-def write_json(path, value):
-    with open(path + '.tmp', 'w', encoding='utf-8') as f:
-        json.dump(value, f, indent=1)
-    os.replace(path + '.tmp', path)
-
-
 def costs(configs, vocab_size, rounds):
     """ {label: (median ms of a step, ratio to the first, bytes)}, from steps that take turns. """
     first = next(iter(configs.values()))
@@ -115,107 +102,105 @@ def paired(values, base):
     return statistics.mean(d), t * statistics.stdev(d) / len(d) ** 0.5
 
 
-def verdict(label, base, mean, half, spread):
-    """ One plain sentence on a difference. """
-    if half is None:
-        return f'{label} - {base}: {mean:+.4f} from one seed, which shows no spread; --seeds=5 shows it'
-    sentence = f'{label} - {base}: {mean:+.4f} +- {half:.4f} (95 %, paired over seeds)'
-    if abs(mean) <= half:
-        return sentence + ': not distinguishable from zero'
-    if abs(mean) < spread:
-        return sentence + f': consistent, but smaller than the seed spread of {base} ({spread:.4f})'
-    return sentence + f': {"lower" if mean < 0 else "higher"} loss, beyond the seed spread ({spread:.4f})'
+def verdicts(data):
+    """ One plain sentence on each mode's difference from the base, and when it reaches the base's final loss. """
+    modes, base = data['modes'], data['base']
+    spread = statistics.stdev(modes[base]['final_loss']) if len(modes[base]['final_loss']) > 1 else 0.0
+    goal = statistics.mean(modes[base]['final_loss'])
+    total = modes[base]['history'][0][-1][0]
+    out = []
+    for label, m in modes.items():
+        if label == base:
+            continue
+        d, half = m['difference'], m['half_width']
+        if half is None:
+            text = f'{label} - {base}: {d:+.4f} from one seed, which shows no spread; --seeds=5 shows it'
+        else:
+            text = f'{label} - {base}: {d:+.4f} +- {half:.4f} (95 %, paired over {len(m["final_loss"])} seeds), ' + (
+                'not distinguishable from zero' if abs(d) <= half
+                else f'consistent, but smaller than the seed spread of {base} ({spread:.4f})' if abs(d) < spread
+                else f'{"lower" if d < 0 else "higher"} loss, beyond the seed spread of {base} ({spread:.4f})')
+        step = reaches(m['history'], goal)
+        text += f'; it reaches the final loss of {base} ' + (f'at step {step:.0f} of {total}' if step else 'never')
+        if step and m['cost']:
+            text += f' ({step * m["cost"]["ratio"] / total:.2f} of its time)'
+        out.append(text)
+    return out
 
 
-def commit():
-    """ The checkout's commit, '+' if it has changes, or None outside git. """
-    try:
-        where = os.path.dirname(os.path.abspath(__file__))
-        out = [subprocess.run(['git', '-C', where, *c], capture_output=True, text=True, check=True).stdout.strip()
-               for c in (['rev-parse', '--short', 'HEAD'], ['status', '--porcelain', '--untracked-files=no'])]
-        return out[0] + ('+' if out[1] else '')
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def reaches(history, goal):
+    """ The step, interpolated, at which the mean over the runs first is at or below goal; None if never. """
+    mean = [(points[0][0], statistics.mean(v for _, v in points)) for points in zip(*history, strict=False)]
+    for (s0, v0), (s1, v1) in zip(mean, mean[1:], strict=False):
+        if v1 <= goal:
+            return s0 + (s1 - s0) * (v0 - goal) / (v0 - v1)
+    return None
 
 
-def environment(device):
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type}, {os.cpu_count()} cores'
-    return {'torch': torch.__version__, 'device': name, 'commit': commit()}
-
-
-def table(rows):
-    """ Rows of strings as aligned text, the first column left, the others right. """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return '\n'.join('  '.join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows)
+def cells(data):
+    """ The table, a tuple of strings a row. """
+    base = data['base']
+    rows = [('mode', 'parameters', 'first loss', 'final loss', 'best loss', f'final - {base}', 'ms/step',
+             data['memory'])]
+    for label, m in data['modes'].items():
+        gap = '' if label == base else f'{m["difference"]:+.4f}'
+        gap += f' +- {m["half_width"]:.4f}' if gap and m['half_width'] is not None else ''
+        show = [f'{statistics.mean(v):.4f}' + (f' (sd {statistics.stdev(v):.4f})' if len(v) > 1 else '')
+                for v in (m['final_loss'], m['best_loss'])]
+        k = m['cost']
+        rows.append((label, f'{m["params"]:,}', f'{m["first_loss"]:.4f}', *show, gap,
+                     f'{k["ratio"]:.2f} x ({k["ms"]:.0f})' if k else '', f'{k["bytes"] / 2**20:.0f} MiB' if k else ''))
+    return rows + [(f'{a} = {b}',) + ('',) * 7 for a, b in data['same'].items()]
 
 
 def compare(cfg, argv):
     configs = cfg.mode_configs()
     meta, _ = load(cfg.dataset)
-    vocab_size = cfg.vocab_size or meta['n_vocab']
     twin, unique = {}, {}  # label -> label of the mode that is the same function
     for label, c in configs.items():
         twin[label] = unique.setdefault(partition(c), label)
     labels = list(unique.values())
-    for label, same in twin.items():
-        if label != same:
-            print(f'{label} comes out as the same partition as {same} ({partition(configs[label])}): trained once')
+    same = {label: first for label, first in twin.items() if label != first}
+    for label, first in same.items():
+        print(f'{label} comes out as the same partition as {first} ({partition(configs[label])}): trained once')
     for label in labels:
         print(f'{label}: {RESIDUALS[configs[label].residual](configs[label].model(1)).describe()}')
     print(f'one learning rate for all modes: {cfg.learning_rate:g} to {cfg.min_lr:g}')
-    results = {label: [] for label in labels}
-    count = 0
-    for s in range(cfg.seeds):
-        for label in labels:
-            count += 1
-            c = TrainConfig(**asdict(configs[label]) | {'seed': cfg.seed + s})
-            results[label].append(run(c, cfg.out_dir, meta['sha256'],
-                                      f'[{count}/{cfg.seeds * len(labels)}] {label}, seed {c.seed}'))
+    runs, todo = {label: [] for label in labels}, [(s, label) for s in range(cfg.seeds) for label in labels]
+    for i, (s, label) in enumerate(todo, 1):
+        c = TrainConfig(**asdict(configs[label]) | {'seed': cfg.seed + s})
+        runs[label].append(run(c, cfg.out_dir, meta['sha256'], f'[{i}/{len(todo)}] {label}, seed {c.seed}'))
     cost = {}
     if cfg.timing_rounds:
         print(f'timing {cfg.timing_rounds} interleaved steps of each mode', flush=True)
-        cost = costs({label: configs[label] for label in labels}, vocab_size, cfg.timing_rounds)
+        rows = load_checkpoint(os.path.join(runs[labels[0]][0]['out_dir'], 'ckpt.pt'))['model_config']['vocab_size']
+        cost = costs({label: configs[label] for label in labels}, rows, cfg.timing_rounds)
 
+    device = pick_device(cfg.device)
     base = 'standard' if 'standard' in labels else labels[0]
-    final = {label: [r['final_loss'] for r in runs] for label, runs in results.items()}
-    best = {label: [r['best_loss'] for r in runs] for label, runs in results.items()}
-    spread = {label: statistics.stdev(v) if len(v) > 1 else None for label, v in final.items()}
-    memory = 'peak memory' if torch.cuda.is_available() and cfg.device != 'cpu' else 'kept for backward'
-    rows = [('mode', 'parameters', 'first loss', 'final loss', 'best loss', f'final - {base}', 'ms/step', memory)]
-    summary, sentences = {}, []
+    data = {'command': ' '.join(['python compare.py', *argv]), **environment(device),
+            'config': {k: v for k, v in asdict(cfg).items() if k not in ('resume', 'overwrite')}, 'base': base,
+            'memory': 'peak memory' if device.type == 'cuda' else 'kept for backward', 'same': same, 'modes': {}}
     for label in labels:
-        mean, half = paired(final[label], final[base])
-        gap = '' if label == base else f'{mean:+.4f}' + (f' +- {half:.4f}' if half is not None else '')
-        show = [f'{statistics.mean(v):.4f}' + (f' (sd {statistics.stdev(v):.4f})' if len(v) > 1 else '')
-                for v in (final[label], best[label])]
-        k = cost.get(label)
-        r = results[label][0]
-        rows.append((label, f'{r["params"]:,}', f'{r["first_loss"]:.4f}', *show, gap,
-                     f'{k["ratio"]:.2f} x ({k["ms"]:.0f})' if k else '', f'{k["bytes"] / 2**20:.0f} MiB' if k else ''))
-        summary[label] = {'params': r['params'], 'first_loss': r['first_loss'], 'final_loss': final[label],
-                          'best_loss': best[label], 'best_step': [x['best_step'] for x in results[label]],
-                          'difference': mean, 'half_width': half, 'cost': k,
-                          'history': [[h[:2] for h in x['history']] for x in results[label]]}
-        if label != base:
-            sentences.append(verdict(label, base, mean, half, spread[base] or 0.0))
-    for label, same in twin.items():
-        if label != same:
-            rows.append((f'{label} = {same}',) + ('',) * 7)
-    print('\n' + table(rows) + '\n')
-    print('\n'.join(sentences))
-    out = {'command': ' '.join(['python compare.py', *argv]), **environment(pick_device(cfg.device)),
-           'config': {k: v for k, v in asdict(cfg).items() if k not in ('resume', 'overwrite')}, 'modes': summary}
-    write_json(os.path.join(cfg.out_dir, 'results.json'), out)
-    pictures.loss(out, os.path.join(cfg.out_dir, 'loss.png'))
+        final = [r['final_loss'] for r in runs[label]]
+        difference, half = paired(final, [r['final_loss'] for r in runs[base]])
+        data['modes'][label] = {
+            'params': runs[label][0]['params'], 'first_loss': runs[label][0]['first_loss'], 'final_loss': final,
+            'best_loss': [r['best_loss'] for r in runs[label]], 'best_step': [r['best_step'] for r in runs[label]],
+            'difference': difference, 'half_width': half, 'cost': cost.get(label),
+            'history': [[h[:2] for h in r['history']] for r in runs[label]]}
+    print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
+    write_json(os.path.join(cfg.out_dir, 'results.json'), data)
+    pictures.loss(data, os.path.join(cfg.out_dir, 'loss.png'))
     for label in labels:
         print(f'\n--- {label}, a sample ---')
-        start = '\n' if '\n' in meta['tokenizer'].get('chars', '\n') else meta['tokenizer']['chars'][0]
-        print(sample(SampleConfig(out_dir=results[label][0]['out_dir'], start=start, max_new_tokens=300,
-                                  device=cfg.device))[0].strip())
+        chars = meta['tokenizer'].get('chars', '\n')
+        print(sample(SampleConfig(out_dir=runs[label][0]['out_dir'], start='\n' if '\n' in chars else chars[0],
+                                  max_new_tokens=300, device=cfg.device))[0].strip())
     print(f'\nwrote {os.path.join(cfg.out_dir, "results.json")} and loss.png')
-    brief = {label: {k: v for k, v in s.items() if k != 'history'} for label, s in summary.items()}
-    print(json.dumps({k: v for k, v in out.items() if k != 'config'} | {'modes': brief}))
-    return out
+    brief = {label: {k: v for k, v in m.items() if k != 'history'} for label, m in data['modes'].items()}
+    print(json.dumps({k: v for k, v in data.items() if k != 'config'} | {'modes': brief}))
+    return data
 
 
 def preset():

@@ -46,7 +46,14 @@ def clock(fn, device):
     return time.perf_counter() - began
 
 
-def interleaved(fns, device, rounds, warmup=2):
+def cpu_clock(fn, device):
+    """ CPU seconds of one call: other processes on the machine do not count. For one thread. """
+    began = time.process_time()
+    fn()
+    return time.process_time() - began
+
+
+def interleaved(fns, device, rounds, warmup=2, clock=clock):
     """ {name: seconds of each of `rounds` calls}, the functions of {name: fn} taking turns. """
     times = {name: [] for name in fns}
     for r in range(warmup + rounds):

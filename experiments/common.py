@@ -1,0 +1,47 @@
+""" What the verbs of compare.py share. """
+import json
+import os
+import subprocess
+
+import torch
+
+from model import RESIDUALS
+
+
+def mode_configs(modes):
+    """ 'full,block:4' -> {'full': {'residual': 'full'}, 'block:4': {'residual': 'block', 'residual_blocks': 4}} """
+    out = {}
+    for mode in modes.split(','):
+        rule, _, n = mode.strip().partition(':')
+        if rule not in RESIDUALS or (n and (rule != 'block' or not n.isdecimal())):
+            raise ValueError(f'modes={modes!r}: {mode!r} is none of {", ".join(RESIDUALS)}, block:N')
+        out[mode.strip()] = {'residual': rule} | ({'residual_blocks': int(n)} if n else {})
+    return out
+
+
+def write_json(path, value):
+    with open(path + '.tmp', 'w', encoding='utf-8') as f:
+        json.dump(value, f, indent=1)
+    os.replace(path + '.tmp', path)
+
+
+def commit():
+    """ The checkout's commit, '+' if it has changes, or None outside git. """
+    try:
+        where = os.path.dirname(os.path.abspath(__file__))
+        out = [subprocess.run(['git', '-C', where, *c], capture_output=True, text=True, check=True).stdout.strip()
+               for c in (['rev-parse', '--short', 'HEAD'], ['status', '--porcelain', '--untracked-files=no'])]
+        return out[0] + ('+' if out[1] else '')
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def environment(device):
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type}, {os.cpu_count()} cores'
+    return {'torch': torch.__version__, 'device': name, 'commit': commit()}
+
+
+def table(rows):
+    """ Rows of strings as aligned text, the first column left, the others right. """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return '\n'.join('  '.join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows)

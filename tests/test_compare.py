@@ -1,0 +1,164 @@
+""" compare.py: pairing, statistics, reuse of runs, the table, the pictures. """
+import json
+import statistics
+
+import pytest
+import torch
+
+import compare
+import train as trainer
+from experiments import loss as L
+from experiments import measure, pictures
+from experiments.common import table
+
+TINY = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=4',
+        '--max_iters=4', '--eval_interval=2', '--eval_iters=2', '--timing_rounds=1', '--kernel=reference']
+
+
+@pytest.fixture(scope='module')
+def done(tmp_path_factory):
+    out = tmp_path_factory.mktemp('compare')
+    data = compare.main([*TINY, '--seeds=2', '--modes=standard,full,block:2,block:4', f'--out_dir={out}'])
+    return out, data
+
+
+def test_one_call_trains_all_and_writes_everything(done):
+    out, data = done
+    assert list(data['modes']) == ['standard', 'full', 'block:2'] and data['same'] == {'block:4': 'full'}
+    assert json.loads((out / 'results.json').read_text())['modes'].keys() == data['modes'].keys()
+    assert (out / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+    for m in data['modes'].values():
+        assert len(m['final_loss']) == 2 and m['cost']['ms'] > 0 and m['cost']['bytes'] > 0
+        assert [s for s, _ in m['history'][0]] == [0, 2, 4]
+
+
+def test_runs_are_paired(done):
+    """ The same seed starts every mode from the same function, another seed from another. """
+    _, data = done
+    first = {label: [h[0][1] for h in m['history']] for label, m in data['modes'].items()}
+    for label in ('full', 'block:2'):
+        assert first[label] == pytest.approx(first['standard'], abs=1e-4)
+    assert abs(first['standard'][0] - first['standard'][1]) > 1e-4
+
+
+def test_finished_runs_are_kept_and_overwrite_redoes_them(done, monkeypatch, capsys):
+    out, data = done
+    args = [*TINY, '--seeds=2', '--modes=standard,full', f'--out_dir={out}']
+    trained = []
+    monkeypatch.setattr(L, 'train', lambda cfg: trained.append(cfg) or trainer.train(cfg))
+    assert compare.main(args)['modes']['full']['final_loss'] == data['modes']['full']['final_loss'] and not trained
+    assert capsys.readouterr().out.count('kept from an earlier call') == 4
+    compare.main([*args, '--overwrite'])
+    assert len(trained) == 4
+    compare.main([*args, '--learning_rate=1e-3'])  # another run: not the kept one
+    assert len(trained) == 8
+
+
+def test_an_interrupted_run_continues(tmp_path, monkeypatch):
+    args = [*TINY, '--modes=standard', f'--out_dir={tmp_path}']
+
+    def dies(cfg):
+        trainer.train(trainer.TrainConfig(**vars(cfg) | {'max_iters': cfg.max_iters}))
+        raise KeyboardInterrupt
+    monkeypatch.setattr(L, 'train', dies)
+    with pytest.raises(KeyboardInterrupt):
+        compare.main(args)
+    resumed = []
+    monkeypatch.setattr(L, 'train', lambda cfg: resumed.append(cfg.resume) or trainer.train(cfg))
+    compare.main(args)
+    assert resumed == [True]
+
+
+def test_last_line_is_json(done, capsys):
+    out, _ = done
+    compare.main([*TINY, '--modes=standard', f'--out_dir={out}'])
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert last['modes']['standard']['params'] > 0 and last['torch'] == torch.__version__
+
+
+def test_paired_statistics():
+    """ Against a worked example: differences -1, -2, -3; sd 1; t(2) = 4.303. """
+    mean, half = L.paired([1., 2., 3.], [2., 4., 6.])
+    assert mean == -2 and half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert L.paired([1.], [3.]) == (-2., None)
+
+
+def results(base, other):
+    history = [[[0, 4.], [10, 3.], [20, v]] for v in base], [[[0, 4.], [10, 2.5], [20, v]] for v in other]
+    mean, half = L.paired(other, base)
+    mode = {'params': 1, 'first_loss': 4., 'best_loss': base, 'cost': {'ms': 1., 'ratio': 1.1, 'bytes': 2**20}}
+    return {'base': 'standard', 'memory': 'kept', 'same': {},
+            'modes': {'standard': mode | {'final_loss': base, 'history': history[0], 'difference': 0., 'half_width': 0},
+                      'full': mode | {'final_loss': other, 'history': history[1], 'difference': mean,
+                                      'half_width': half}}}
+
+
+@pytest.mark.parametrize('base,other,says', [
+    ([2.0], [1.0], 'one seed'),
+    ([2.0, 2.1, 2.2], [2.1, 1.9, 2.3], 'not distinguishable from zero'),
+    ([2.0, 2.2, 2.4], [1.95, 2.15, 2.35], 'smaller than the seed spread'),
+    ([2.0, 2.001, 2.002], [1.5, 1.501, 1.502], 'lower loss, beyond the seed spread'),
+    ([2.0, 2.001, 2.002], [2.5, 2.501, 2.502], 'higher loss'),
+])
+def test_a_difference_within_noise_is_called_so(base, other, says):
+    assert says in L.verdicts(results(base, other))[0]
+
+
+def test_when_a_mode_reaches_the_goal():
+    assert L.reaches([[[0, 4.], [10, 3.], [20, 2.]]], 2.5) == 15
+    assert L.reaches([[[0, 4.], [10, 3.]]], 2.5) is None
+    assert 'never' in L.verdicts(results([2.0], [2.2]))[0]
+    assert 'at step 15 of 20 (0.82 of its time)' in L.verdicts(results([2.0], [1.5]))[0]
+
+
+def test_table_is_aligned():
+    assert table([('a', 'bb'), ('ccc', 'd')]) == 'a    bb\nccc   d'
+
+
+def test_interleaving_takes_turns():
+    order = []
+    fns = {'a': lambda: order.append('a'), 'b': lambda: order.append('b')}
+    times = measure.interleaved(fns, torch.device('cpu'), rounds=3, warmup=1)
+    assert ''.join(order) == 'abababab' and [len(t) for t in times.values()] == [3, 3]
+    assert measure.ratio([2., 4., 9.], [1., 2., 3.]) == 2.
+
+
+def test_alive_bytes_of_a_known_graph():
+    """ x -> exp -> exp keeps two results of 4 bytes each number; the parameter is not counted. """
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = torch.nn.Parameter(torch.zeros(1000))
+
+    class Bench:
+        model = Model()
+
+        def loss(self):
+            return self.model.x.exp().exp().sum()
+    assert measure.alive_bytes(Bench()) == 8000
+
+
+def test_picture_of_five_seeds(tmp_path):
+    data = results([2.0, 2.1, 2.2, 2.3, 2.4], [1.9, 2., 2.1, 2.2, 2.3])
+    pictures.loss(data, tmp_path / 'loss.png')
+    assert (tmp_path / 'loss.png').stat().st_size > 10_000
+
+
+@pytest.mark.parametrize('args,says', [
+    (['--modes=standard,foo'], "'foo'"), (['--modes='], "''"), (['--modes=full:3'], 'full:3'),
+    (['--modes=block:x'], 'block:x'),
+    (['--modes=block:99'], 'residual_blocks=99'), (['--seeds=0'], 'seeds=0'), (['--seeds=x'], 'seeds'), (['spede'], 'spede'),
+    (['--lerning_rate=1'], 'learning_rate'), (['speed', '--shape=Z'], "shape='Z'"), (['speed', '--kernels=cuda'], 'cuda'),
+])
+def test_bad_input_is_one_line_and_code_2(args, says, capsys):
+    with pytest.raises(SystemExit) as e:
+        compare.main(args)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and says in err and err.count('\n') == 1 and 'Traceback' not in err
+
+
+def test_mean_loss_in_the_table_is_that_of_the_runs(done):
+    _, data = done
+    row = dict(zip(L.cells(data)[0], L.cells(data)[2], strict=True))
+    mean = statistics.mean(data['modes']['full']['final_loss'])
+    assert row['mode'] == 'full' and row['final loss'].startswith(f'{mean:.4f}')

@@ -1,0 +1,108 @@
+""" The repository keeps its promises: budgets, README, names, no traces of the workshop. """
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / 'README.md').read_text(encoding='utf-8')
+BUDGETS = {'model.py': 480, 'kernels.py': 550, 'baselines.py': 250, 'train.py': 450, 'sample.py': 160, 'compare.py': 200,
+           'config/__init__.py': 120, 'data/prepare.py': 250, 'README.md': 250}
+
+
+def tracked():
+    """ The files of the project: git's list, or what a source archive holds. """
+    try:
+        out = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split('\n')
+        return [ROOT / name for name in out if name and (ROOT / name).exists()]
+    except (OSError, subprocess.CalledProcessError):
+        return [p for p in ROOT.rglob('*') if p.is_file() and not {'.venv', 'out', '__pycache__'} & set(p.parts)]
+
+
+@pytest.mark.parametrize('name', BUDGETS)
+def test_budget(name):
+    """ A budget is a promise to the reader: raising one is a change of its own, with a reason. """
+    path = ROOT / name
+    if path.exists():
+        assert len(path.read_text(encoding='utf-8').splitlines()) <= BUDGETS[name]
+
+
+def test_budget_of_experiments():
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in (ROOT / 'experiments').glob('*.py')) <= 700
+
+
+def test_no_surprises_at_the_top():
+    known = {'model.py', 'kernels.py', 'baselines.py', 'train.py', 'sample.py', 'compare.py', 'README.md', 'pyproject.toml',
+             'LICENSE', 'CITATION.cff', '.gitignore'}
+    assert {p.name for p in tracked() if p.parent == ROOT} <= known
+
+
+def test_readme_is_generated_from_what_it_shows():
+    from experiments import readme
+    assert readme.render(README) == README, 'python compare.py readme writes it'
+
+
+def test_readme_commands_are_one_line_each():
+    blocks = re.findall(r'^```sh\n(.*?)^```', README, re.MULTILINE | re.DOTALL)
+    assert sum('pytest' in b for b in blocks) == 1 and blocks[0].count('\n') == 1 and blocks[1].count('\n') == 1
+    for block in blocks[:2]:
+        assert 'torch==' in block and 'venv' in block
+
+
+def test_readme_names_files_that_exist():
+    for name in re.findall(r'\b(?:config|data|tests|assets|experiments)/[\w./]+\.(?:py|toml|md|txt|png|json)\b', README):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r'^python (\w+\.py)', README, re.MULTILINE):
+        assert (ROOT / name).exists(), name
+
+
+def test_rule_in_your_own_transformer_runs():
+    """ The README's example, executed as it stands. """
+    code, = re.findall(r'own transformer.*?```python\n(.*?)```', README, re.DOTALL)
+    scope = {}
+    exec(compile(code, 'README.md', 'exec'), scope)  # the project's own text
+    assert scope['h'].shape == (2, 10, scope['D'])
+    assert len(code.strip().splitlines()) <= 12
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.toml')), ids=lambda p: p.name)
+def test_config_files_are_known_to_the_trainer(path):
+    from experiments.loss import CompareConfig
+    CompareConfig(**tomllib.loads(path.read_text(encoding='utf-8')))
+
+
+def test_stair():
+    """ Nothing imports upward: data and config know nothing of the model, the model nothing of the trainer. """
+    order = ['config', 'data', 'kernels', 'model', 'baselines', 'train', 'sample', 'experiments', 'compare']
+    for name in order:
+        files = [ROOT / f'{name}.py'] if (ROOT / f'{name}.py').exists() else list((ROOT / name).glob('*.py'))
+        for path in files:
+            for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+                modules = [node.module or ''] if isinstance(node, ast.ImportFrom) else \
+                    [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                for module in modules:
+                    top = module.split('.')[0]
+                    assert top not in order or order.index(top) <= order.index(name), f'{path.name} imports {module}'
+
+
+def test_no_exec_of_settings_and_no_unsafe_loading():
+    for path in tracked():
+        if path.suffix == '.py' and path.parent.name != 'tests':
+            text = path.read_text(encoding='utf-8')
+            assert not re.search(r'\b(exec|eval)\(', text.replace('.eval()', '')), path
+            assert 'weights_only=False' not in text, path
+
+
+def test_no_placeholders_or_machine_paths():
+    words = r'TO' r'DO|FIX' r'ME|XX' r'X|/ro' r'ot/|/ho' r'me/|/wo' r'rk/'
+    for path in tracked():
+        if path.suffix in ('.py', '.md', '.toml', '.cff') or path.name == 'run':
+            found = re.search(words, path.read_text(encoding='utf-8'))
+            assert not found, f'{path}: {found}'
+
+
+def test_tiny_shakespeare_is_not_committed():
+    assert not [p for p in tracked() if 'tinyshakespeare' in p.name]
