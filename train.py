@@ -1,25 +1,31 @@
 """
-Trains a GPT with any residual rule, on one device.
+Trains a GPT with any residual rule, on one device or, started by torchrun, on several.
 
     python train.py config/shakespeare_char_cpu.toml --residual=block
     python train.py --out_dir=out/shakespeare_char_cpu --resume
+    torchrun --nproc_per_node=4 train.py config/shakespeare_char.toml --gradient_accumulation_steps=4
 
-What a run promises: the batches are a function of (seed, step) alone, so runs that differ in the residual rule see the
-same data and start from the same weights; a stopped run continues as if it had never stopped; nothing is overwritten
-unless asked; files appear whole or not at all.
+What a run promises: batches and dropout are functions of (seed, step, micro-batch) alone, so runs that differ in the
+residual rule or in the number of processes see the same data and start from the same weights; a stopped run continues
+as if it had never stopped; nothing is overwritten unless asked; files appear whole or not at all.
 """
+import hashlib
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+import zipfile
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from data.prepare import load
 from tqdm import tqdm
 
@@ -37,7 +43,7 @@ class TrainConfig(GPTConfig):
     overwrite: bool = False  # replace the run that out_dir holds
     seed: int = 1337  # of the weights, the order of the batches and dropout
     batch_size: int = 12  # sequences in one forward pass
-    gradient_accumulation_steps: int = 1  # forward passes in one step
+    gradient_accumulation_steps: int = 1  # forward passes in one step, shared among the processes
     max_iters: int = 5000  # optimiser steps
     learning_rate: float = 6e-4  # the highest, right after the warm-up
     min_lr: float = 6e-5  # the lowest, at the end of the cosine
@@ -48,24 +54,17 @@ class TrainConfig(GPTConfig):
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # largest gradient norm; 0: no limit
+    nonfinite: str = 'stop'  # a step whose loss or gradient is not finite: stop the run, or skip the step
     eval_interval: int = 250  # steps between evaluations; each saves a checkpoint
     eval_iters: int = 200  # batches in an evaluation, spread evenly over the validation text; 0: all of it
     log_interval: int = 10  # steps between training lines in log.jsonl
     patience: int = 0  # stop after that many evaluations without a better one; 0: never
     device: str = 'auto'  # auto | cpu | cuda | cuda:N | mps
     dtype: str = 'auto'  # auto | float32 | bfloat16 | float16: autocast; weights stay float32
-    compile: bool | None = None  # torch.compile; none: on CUDA
+    compile: bool | None = None  # torch.compile; none: on CUDA, if it works there
 
     def __post_init__(self):
-        def check(key, ok, allowed):
-            if not ok:
-                raise ValueError(f'{key}={getattr(self, key)!r}: must be {allowed}')
-
-        for f in fields(self):
-            value = getattr(self, f.name)
-            fits = isinstance(value, f.type | int if f.type is float else f.type)
-            check(f.name, fits and (not isinstance(value, bool) or isinstance(True, f.type)),
-                  'of type ' + configuration.spell(f.type))
+        check = configuration.checker(self)
         self.model(self.vocab_size or 1)  # checks the model's keys
         for key in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval'):
             check(key, 1 <= getattr(self, key) < 2**31, 'a whole number from 1 to 2**31 - 1')
@@ -75,8 +74,11 @@ class TrainConfig(GPTConfig):
             check(key, 0 <= getattr(self, key) < math.inf, 'zero or a positive number')
         for key in ('beta1', 'beta2'):
             check(key, 0 <= getattr(self, key) < 1, 'in [0, 1)')
-        check('out_dir', self.out_dir.strip() and '\0' not in self.out_dir, 'the name of a folder')
+        for key in ('dataset', 'out_dir'):
+            check(key, getattr(self, key).strip() and '\0' not in getattr(self, key), 'the name of a folder')
+        check('nonfinite', self.nonfinite in ('stop', 'skip'), 'stop or skip')
         check('dtype', self.dtype in ('auto', *DTYPES), 'one of auto, ' + ', '.join(DTYPES))
+        check('overwrite', not (self.overwrite and self.resume), 'left out with --resume')
 
     def model(self, vocab_size):
         """ The model's part of the settings. """
@@ -86,18 +88,25 @@ class TrainConfig(GPTConfig):
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # Keys that a resumed run may change; all others define it.
-FREE = {'out_dir', 'resume', 'overwrite', 'device', 'compile', 'kernel', 'recompute', 'log_interval', 'patience'}
+FREE = {'out_dir', 'resume', 'overwrite', 'device', 'compile', 'kernel', 'recompute', 'log_interval', 'patience',
+        'nonfinite'}
 
+
+# -----------------------------------------------------------------------------
+# The machine.
 
 def pick_device(name):
     """ The torch.device that name stands for; auto takes CUDA, else MPS, else the CPU. """
+    given = name
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if name == 'cuda' and 'LOCAL_RANK' in os.environ:  # torchrun's: one process, one GPU
+        name = f'cuda:{os.environ["LOCAL_RANK"]}'
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise ValueError(f'device={name!r}: not usable here ({str(e).splitlines()[0]}); auto picks one that is') from e
+        raise ValueError(f'device={given!r}: must be usable here ({str(e).splitlines()[0]}); auto picks one') from e
     return device
 
 
@@ -111,72 +120,34 @@ def pick_dtype(name, device):
     return DTYPES[name]
 
 
-# -----------------------------------------------------------------------------
-# Batches.
-
-def windows(tokens, starts, n_ctx, device):
-    """ Inputs and targets (B, n_ctx): tokens[s : s + n_ctx] and tokens[s + 1 : s + n_ctx + 1] for each start s. """
-    tokens = np.memmap(tokens.filename, dtype=tokens.dtype, mode='r')  # opened anew: pages read do not pile up
-    both = torch.from_numpy(tokens[starts[:, None] + np.arange(n_ctx + 1)].astype(np.int64))
+def check_memory(model, batch_size, device):
+    """ Refuses, before anything is allocated, a model whose training cannot fit: ValueError. A lower bound. """
+    c, tokens = model, batch_size * model.n_ctx
+    params = (c.vocab_size + c.n_ctx) * c.n_embd + 12 * c.n_layer * c.n_embd**2
+    need = 16 * params  # weights, gradients and AdamW's two moments, four bytes each
+    need += 2 * tokens * (c.vocab_size + 2 * c.n_layer * c.n_embd)  # logits and each sublayer's input, in two bytes
+    need += 2**15 * c.n_layer  # a block's Python objects
     if device.type == 'cuda':
-        both = both.pin_memory().to(device, non_blocking=True)
-    return both[:, :-1].to(device), both[:, 1:].to(device)
+        have = torch.cuda.mem_get_info(device)[1]
+    else:
+        have = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') if hasattr(os, 'sysconf') else math.inf
+    if need > have:
+        raise ValueError(f'n_layer={c.n_layer}, n_embd={c.n_embd}, n_ctx={c.n_ctx}, vocab_size={c.vocab_size}, '
+                         f'batch_size={batch_size}: must fit into memory: {device.type} has {have / 2**30:.1f} GiB, '
+                         f'training takes at least {need / 2**30:.1f}')
 
 
-def train_batch(tokens, cfg, step, micro, device):
-    """ The batch of one forward pass: a function of (seed, step, micro) and of nothing else. """
-    rng = np.random.default_rng((cfg.seed, step, micro))
-    return windows(tokens, rng.integers(0, len(tokens) - cfg.n_ctx, cfg.batch_size), cfg.n_ctx, device)
-
-
-def val_batches(tokens, cfg, device):
-    """ The validation text in windows that do not overlap, all of them or eval_iters batches spread evenly. """
-    starts = np.arange(0, len(tokens) - cfg.n_ctx, cfg.n_ctx)
-    if 0 < cfg.eval_iters * cfg.batch_size < len(starts):
-        starts = starts[np.linspace(0, len(starts) - 1, cfg.eval_iters * cfg.batch_size).round().astype(int)]
-    for i in range(0, len(starts), cfg.batch_size):
-        yield windows(tokens, starts[i:i + cfg.batch_size], cfg.n_ctx, device)
-
-
-@torch.no_grad()
-def evaluate(model, batches, autocast):
-    """ Mean cross-entropy in nats per token. """
-    was, total, count = model.training, 0.0, 0
-    model.eval()
-    for x, y in batches:
-        with autocast():
-            total += model(x, y)[1].double() * len(x)
-        count += len(x)
-    model.train(was)
-    return (total / count).item()
-
-
-def learning_rate(cfg, step):
-    """ Rate of the step that follows `step` finished ones: linear warm-up, then half a cosine to min_lr. """
-    if not cfg.decay_lr:
-        return cfg.learning_rate
-    if step < cfg.warmup_iters:
-        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
-    t = min(1.0, (step - cfg.warmup_iters) / max(1, (cfg.lr_decay_iters or cfg.max_iters) - cfg.warmup_iters))
-    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
-
-
-# -----------------------------------------------------------------------------
-# Files.
-
-def save(state, path):
-    """ Writes a checkpoint whole or not at all: under another name, synced, then renamed over the old one. """
-    tmp = f'{path}.tmp'
+@contextmanager
+def team(device):
+    """ Joins the processes that torchrun started: (rank, their number), (0, 1) without torchrun. """
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if world > 1:
+        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
     try:
-        with open(tmp, 'wb') as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
-        if os.path.exists(tmp):
-            os.remove(tmp)
-        raise RuntimeError(f'{path}: could not be written ({e}); the checkpoint before it stands') from e
+        yield rank, world
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -186,26 +157,27 @@ def own(out_dir):
         os.makedirs(out_dir, exist_ok=True)
         lock = open(os.path.join(out_dir, 'lock'), 'w')
     except OSError as e:
-        raise ValueError(f'out_dir={out_dir!r}: {e.strerror}') from e
+        raise ValueError(f'out_dir={out_dir!r}: must be a writable folder ({e.strerror})') from e
     with lock:
         try:
             import fcntl
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows has no flock: there the user sees to it
-            pass
-        except OSError:
-            raise ValueError(f'out_dir={out_dir!r}: another run is writing there') from None
+        except BlockingIOError:
+            raise ValueError(f'out_dir={out_dir!r}: must be free, another run is writing there') from None
+        except (ImportError, OSError):
+            pass  # Windows and some network file systems have no such lock: there the user sees to it
         yield
 
 
 @contextmanager
-def stoppable():
+def stoppable(world=1):
     """ Yields a list that gets the name of SIGINT or SIGTERM when one arrives; a second one kills as usual. """
     got, old = [], {}
 
     def handler(number, frame):
         got.append(signal.Signals(number).name)
-        signal.signal(number, old[number])
+        if world == 1:  # torchrun repeats what the terminal sent already, and kills by itself after 30 seconds
+            signal.signal(number, old[number])
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -217,212 +189,158 @@ def stoppable():
             signal.signal(number, before)
 
 
-def saved_run(cfg_or_dir):
-    """ The checkpoint that a resumed run goes on from. """
-    return load_checkpoint(os.path.join(cfg_or_dir, 'ckpt.pt'))
+# -----------------------------------------------------------------------------
+# Data.
 
+class Data:
+    """ The token files of a dataset, read in windows of n_ctx tokens and their successors. """
+    PIECE = 2**15  # tokens
 
-def differences(cfg, saved):
-    """ The first key that defines the run and differs from the saved one, as an error; None if all agree. """
-    for key, value in asdict(cfg).items():
-        if key not in FREE and key in saved and saved[key] != value:
-            return f'{key}={value!r}: the run in out_dir={cfg.out_dir!r} has {key}={saved[key]!r}; leave the key out'
+    def __init__(self, cfg, device):
+        self.cfg, self.device = cfg, device
+        self.meta, self.tokens = load(cfg.dataset)
+        self.n_vocab = self.meta['n_vocab']
+        for split, tokens in self.tokens.items():
+            if len(tokens) <= cfg.n_ctx:
+                raise ValueError(f'n_ctx={cfg.n_ctx}: must be less than the {len(tokens)} tokens that {split} of dataset='
+                                 f'{cfg.dataset!r} has; lower n_ctx or prepare a longer text')
+        if 0 < cfg.vocab_size < self.n_vocab:
+            raise ValueError(f'vocab_size={cfg.vocab_size}: must be at least {self.n_vocab}, the tokenizer of dataset='
+                             f'{cfg.dataset!r} needs them')
+        self.fingerprint = {split: self.hash(tokens) for split, tokens in self.tokens.items()}
+
+    def hash(self, tokens):
+        """ SHA-256 of a token file's length and tokens; beyond 64 MiB, of 1024 pieces spread evenly over it. """
+        pieces = min(1024, -(-len(tokens) // self.PIECE))
+        sha = hashlib.sha256(str(len(tokens)).encode())
+        for start in np.linspace(0, max(0, len(tokens) - self.PIECE), pieces).astype(int):
+            sha.update(self.read(tokens, slice(start, start + self.PIECE)))
+        return sha.hexdigest()
+
+    def read(self, tokens, where):
+        tokens = np.memmap(tokens.filename, tokens.dtype, 'r')  # opened anew: pages read do not pile up
+        out = np.array(tokens[where])
+        if out.max() >= self.n_vocab:
+            raise ValueError(f'dataset={self.cfg.dataset!r}: {os.path.basename(tokens.filename)} has token id {out.max()}'
+                             f', the ids of its tokenizer must be below {self.n_vocab}; prepare it again')
+        return out
+
+    def windows(self, split, starts):
+        """ Inputs and targets (B, n_ctx): tokens[s : s + n_ctx] and tokens[s + 1 : s + n_ctx + 1] for each start s. """
+        both = self.read(self.tokens[split], starts[:, None] + np.arange(self.cfg.n_ctx + 1))
+        both = torch.from_numpy(both.astype(np.int64))
+        if self.device.type == 'cuda':
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
+
+    def train_batch(self, step, micro):
+        """ The batch of one forward pass, a function of (seed, step, micro) and of nothing else. """
+        rng = np.random.default_rng((self.cfg.seed, step, micro))
+        last = len(self.tokens['train']) - self.cfg.n_ctx
+        return self.windows('train', rng.integers(0, last, self.cfg.batch_size))
+
+    def val_batches(self, rank=0, world=1):
+        """ The validation text in windows that do not overlap, all or eval_iters batches of them spread evenly.
+
+        Of `world` processes each takes every world-th batch. The last batch may be smaller.
+        """
+        B, n_ctx = self.cfg.batch_size, self.cfg.n_ctx
+        starts = np.arange(0, len(self.tokens['val']) - n_ctx, n_ctx)
+        if 0 < self.cfg.eval_iters * B < len(starts):
+            starts = starts[np.linspace(0, len(starts) - 1, self.cfg.eval_iters * B).round().astype(int)]
+        for i in range(rank * B, len(starts), world * B):
+            yield self.windows('val', starts[i:i + B])
 
 
 # -----------------------------------------------------------------------------
+# Checkpoints.
 
-def probe(model, batch, autocast, device):
-    """ Runs forward and backward once and changes nothing: (seconds, bytes at the peak beyond the weights or None). """
-    with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
-        for _ in range(2):  # the first warms up, and compiles
-            if device.type == 'cuda':
-                torch.cuda.reset_peak_memory_stats(device)
-                torch.cuda.synchronize(device)
-            before = time.perf_counter()
-            with autocast():
-                loss = model(*batch)[1]
-            loss.backward()
-            if device.type == 'cuda':
-                torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - before
-            model.zero_grad(set_to_none=True)
-            if seconds > 5 and device.type == 'cpu':
-                break
-    return seconds, torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else None
-
-
-def train(cfg, quiet=False):
-    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run. """
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
-    compiled = device.type == 'cuda' if cfg.compile is None else cfg.compile
-    meta, tokens = load(cfg.dataset)
-    for split in ('train', 'val'):
-        if len(tokens[split]) <= cfg.n_ctx:
-            raise ValueError(f'dataset={cfg.dataset!r}: {split} has {len(tokens[split])} tokens, n_ctx={cfg.n_ctx} '
-                             f'needs at least {cfg.n_ctx + 1}: lower n_ctx or prepare a longer text')
-    n_vocab = meta['n_vocab']
-    if 0 < cfg.vocab_size < n_vocab:
-        raise ValueError(f'vocab_size={cfg.vocab_size}: the tokenizer of dataset={cfg.dataset!r} needs {n_vocab}')
-    rows = cfg.vocab_size or (n_vocab if n_vocab < 1024 else -(-n_vocab // 64) * 64)
-    with own(cfg.out_dir), stoppable() as stop:
-        ckpt, best, log = (os.path.join(cfg.out_dir, name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
-        state = None
-        if cfg.resume:
-            state = saved_run(cfg.out_dir)
-            if why := differences(cfg, state['config']):
-                raise ValueError(why)
-            if state['data'] != meta['sha256']:
-                raise ValueError(f'dataset={cfg.dataset!r}: its token files are not those of the checkpoint in '
-                                 f'out_dir={cfg.out_dir!r}')
-        elif os.path.exists(ckpt) or os.path.exists(log):
-            if not cfg.overwrite:
-                raise ValueError(f'out_dir={cfg.out_dir!r}: holds a run already: --resume goes on with it, --overwrite '
-                                 'replaces it, another out_dir keeps it')
-            for path in (ckpt, best, log):
-                if os.path.exists(path):
-                    os.remove(path)
-
-        torch.manual_seed(cfg.seed)
-        model = GPT(cfg.model(rows)).to(device)
-        optimizer = model.configure_optimizers(cfg.weight_decay, cfg.learning_rate, (cfg.beta1, cfg.beta2))
-        scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        run = torch.compile(model) if compiled else model
-
-        def autocast():
-            on = dtype != torch.float32
-            return torch.autocast(device.type, dtype=dtype) if on else nullcontext()
-
-        def say(line):
-            if not quiet:
-                tqdm.write(line)
-
-        step, best_loss, best_step, since, seconds = 0, math.inf, 0, 0, 0.0
-        history = []  # evaluations: [step, validation loss, mean training loss since the last one, seconds of training]
-        losses = torch.zeros((), dtype=torch.float64, device=device)  # sum of training losses since the last evaluation
-        path = kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype)) if model.residual.state_dict() \
-            else 'no depth attention'
-        say(f'{cfg.residual}: {model.residual.describe()}; {model.n_params() / 1e6:.2f} M parameters')
-        say(f'device {device.type}, {str(dtype)[6:]}, kernel {path}, compile {"on" if compiled else "off"}')
-        model.train()
-        took, peak = probe(run, train_batch(tokens['train'], cfg, 0, 0, device), autocast, device)
-        took *= cfg.gradient_accumulation_steps
-        gib = (peak or 0) / 2**30 + model.n_params() * (8 if peak else 16) / 2**30
-        say(f'{cfg.max_iters} steps of {cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx:,} tokens, about '
-            f'{took * 1e3:.0f} ms each: {took * cfg.max_iters / 60:.1f} minutes; '
-            + (f'{gib:.2f} GiB at the peak' if peak else f'weights, gradients and optimiser {gib:.2f} GiB'))
-
-        if state:
-            try:
-                model.load_state_dict(state['model'])
-                optimizer.load_state_dict(state['optimizer'])
-                scaler.load_state_dict(state['scaler'])
-                torch.set_rng_state(state['rng'].cpu())
-                if state['cuda_rng'] is not None and device.type == 'cuda':
-                    torch.cuda.set_rng_state(state['cuda_rng'].cpu(), device)
-                step, best_loss, best_step, since = (state[k] for k in ('step', 'best_loss', 'best_step', 'since'))
-                seconds, history = state['seconds'], state['history']
-                losses += state['losses']
-            except (KeyError, RuntimeError) as e:
-                raise ValueError(f'{ckpt}: does not fit this run ({str(e).splitlines()[0]})') from e
-            with open(log, 'r+') as f:  # what was logged after the checkpoint happens again
-                f.truncate(state['log_bytes'])
-            say(f'resumed at step {step}')
-        else:
-            with open(log, 'w') as f:
-                f.write(json.dumps({'config': asdict(cfg) | {'vocab_size': rows}}) + '\n')
-
-        def write(**record):
-            with open(log, 'a') as f:
-                f.write(json.dumps(record) + '\n')
-
-        def snapshot():
-            return {'model': model.state_dict(), 'model_config': model_config(model.config), 'config': asdict(cfg),
-                    'optimizer': optimizer.state_dict(), 'scaler': scaler.state_dict(), 'rng': torch.get_rng_state(),
-                    'cuda_rng': torch.cuda.get_rng_state(device) if device.type == 'cuda' else None,
-                    'step': step, 'best_loss': best_loss, 'best_step': best_step, 'since': since, 'seconds': seconds,
-                    'history': history, 'losses': losses.item(), 'log_bytes': os.path.getsize(log),
-                    'tokenizer': meta['tokenizer'], 'data': meta['sha256']}
-
-        def measure():
-            """ Evaluates, logs, saves; a checkpoint at an evaluated step is always one from after the evaluation. """
-            nonlocal best_loss, best_step, since
-            val = evaluate(run, val_batches(tokens['val'], cfg, device), autocast)
-            mean = losses.item() / max(1, step - (history[-1][0] if history else 0)) if step else None
-            if not math.isfinite(val):
-                raise RuntimeError(f'the validation loss at step {step} is {val}; {ckpt} holds the last good state; '
-                                   'try a lower learning_rate')
-            history.append([step, val, mean, seconds])
-            losses.zero_()
-            write(step=step, val_loss=val, train_loss=mean, seconds=seconds)
-            since += 1
-            better = val < best_loss
-            if better:
-                best_loss, best_step, since = val, step, 0
-            state = snapshot()
-            if better:
-                save(state, best)
-            save(state, ckpt)
-            say(f'step {step:5d}: validation loss {val:.4f}' + (f', training {mean:.4f}' if step else '')
-                + (f', {seconds / step * 1e3:.0f} ms a step' if step else ''))
-
-        bar = tqdm(total=cfg.max_iters, initial=step, unit='step', disable=True if quiet else None, leave=False)
-        with bar:
-            if not history:
-                measure()
-            while step < cfg.max_iters and not stop and not (cfg.patience and since >= cfg.patience):
-                began = time.perf_counter()
-                rate = learning_rate(cfg, step)
-                for group in optimizer.param_groups:
-                    group['lr'] = rate
-                total = 0
-                for micro in range(cfg.gradient_accumulation_steps):
-                    x, y = train_batch(tokens['train'], cfg, step, micro, device)
-                    with autocast():
-                        loss = run(x, y)[1] / cfg.gradient_accumulation_steps
-                    scaler.scale(loss).backward()
-                    total += loss.detach()
-                scaler.unscale_(optimizer)
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-                finite = torch.isfinite(total) & (torch.isfinite(norm) | scaler.is_enabled())
-                if device.type == 'cpu' or step % cfg.log_interval == 0:  # on CUDA asking costs a wait
-                    if not finite:
-                        raise RuntimeError(f'loss {total.item():.4g}, gradient norm {norm.item():.4g} at step {step}; '
-                                           f'{ckpt} holds the last good state; try a lower learning_rate')
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad(set_to_none=True)
-                losses += total
-                step += 1
-                seconds += time.perf_counter() - began
-                if step % cfg.log_interval == 0:
-                    write(step=step, loss=total.item(), lr=rate, grad_norm=norm.item())
-                    speed = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx * step / seconds
-                    bar.set_postfix_str(f'loss {total.item():.3f}, {speed:,.0f} tokens/s', refresh=False)
-                bar.update()
-                if step % cfg.eval_interval == 0 or step == cfg.max_iters:
-                    measure()
-            if stop:
-                if history[-1][0] != step:
-                    save(snapshot(), ckpt)
-                say(f'{stop[0]}: saved at step {step}; go on with: python train.py --out_dir={cfg.out_dir} --resume')
-        return {'residual': cfg.residual, 'params': model.n_params(), 'first_loss': history[0][1],
-                'final_loss': history[-1][1], 'best_loss': best_loss, 'best_step': best_step, 'step': step,
-                'stopped': stop[0] if stop else None, 'history': history, 'seconds': seconds, 'out_dir': cfg.out_dir}
-
-
-def main(argv=None):
-    values = configuration.parse(TrainConfig, sys.argv[1:] if argv is None else argv, __doc__.split('\n\n')[0])
+def save(state, path):
+    """ Writes a checkpoint whole or not at all: under another name, synced, then renamed over the old one. """
+    tmp = f'{path}.tmp'
     try:
-        if values.get('resume'):
-            values = saved_run(values.get('out_dir', TrainConfig.out_dir))['config'] | {'overwrite': False} | values
-        result = train(TrainConfig(**values))
-    except ValueError as e:
-        configuration.fail(e)
-    except RuntimeError as e:
-        configuration.fail(e, code=1)
-    return result
+        with open(tmp, 'wb') as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
+        with suppress(OSError):
+            os.remove(tmp)
+        raise RuntimeError(f'{path}: could not be written ({str(e).splitlines()[0]}); the one before it stands') from e
 
 
-if __name__ == '__main__':
-    main()
+def read_checkpoint(path):
+    """ The dict that save wrote, every byte checked against the file's checksums. ValueError says what is wrong. """
+    with suppress(FileNotFoundError):  # load_checkpoint says so
+        try:
+            with zipfile.ZipFile(path) as z:
+                bad = z.testzip()
+        except FileNotFoundError:
+            raise
+        except Exception as e:  # zipfile raises a dozen kinds for a damaged or foreign file
+            raise ValueError(f'{path}: not a whole checkpoint ({type(e).__name__}: {e})') from e
+        if bad:
+            raise ValueError(f'{path}: not a whole checkpoint (damaged in {bad})')
+    return load_checkpoint(path)
+
+
+def read_run(out_dir):
+    """ The checkpoint that a run in out_dir goes on from: ValueError unless this trainer's. """
+    path = os.path.join(out_dir, 'ckpt.pt')
+    state = read_checkpoint(path)
+    lacks = {'config', 'optimizer', 'scaler', 'progress', 'tokenizer', 'data'} - state.keys()
+    if lacks:
+        raise ValueError(f'{path}: not a run of this version of train.py: it lacks {", ".join(sorted(lacks))}')
+    other = sorted(state['config'].keys() ^ {f.name for f in fields(TrainConfig)})
+    if other:
+        raise ValueError(f'{path}: not a run of this version of train.py: not both know the keys {", ".join(other)}')
+    return state
+
+
+def check_same(cfg, data, saved):
+    """ ValueError that names the first thing which defines the run and differs from the saved one. """
+    for key, value in asdict(cfg).items():
+        if key not in FREE and saved['config'][key] != value:
+            raise ValueError(f'{key}={value!r}: must be {saved["config"][key]!r}, as in the run that out_dir='
+                             f'{cfg.out_dir!r} holds; leave the key out')
+    for what, old, new in (('tokenizer', saved['tokenizer'], data.meta['tokenizer']),
+                           ('text', saved['data'], data.fingerprint)):
+        if old != new:
+            raise ValueError(f'dataset={cfg.dataset!r}: its {what} has changed since the checkpoint in out_dir='
+                             f'{cfg.out_dir!r}; prepare it as it was, or start anew with --overwrite')
+
+
+# -----------------------------------------------------------------------------
+# Training.
+
+def learning_rate(cfg, step):
+    """ Rate of the step that follows `step` finished ones: linear warm-up, then half a cosine to min_lr. """
+    if not cfg.decay_lr:
+        return cfg.learning_rate
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    t = min(1.0, (step - cfg.warmup_iters) / max(1, (cfg.lr_decay_iters or cfg.max_iters) - cfg.warmup_iters))
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
+
+
+class Run:
+    """ A run under way: what it trains (model, optimizer, data), how far it is (now), what it says and writes. """
+    def __init__(self, cfg, device, rank, world, quiet):
+        self.cfg, self.device, self.rank, self.world = cfg, device, rank, world
+        self.quiet = quiet or rank > 0
+        self.dtype = pick_dtype(cfg.dtype, device)
+        self.data = Data(cfg, device)
+        n = self.data.n_vocab
+        model_cfg = cfg.model(cfg.vocab_size or (n if n < 1024 else -(-n // 64) * 64))
+        check_memory(model_cfg, cfg.batch_size, device)
+        self.ckpt, self.best, self.log = (os.path.join(cfg.out_dir, f) for f in ('ckpt.pt', 'best.pt', 'log.jsonl'))
+        torch.manual_seed(cfg.seed)
+        self.model = GPT(model_cfg).to(device).train()
+        self.optimizer = self.model.configure_optimizers(cfg.weight_decay, cfg.learning_rate, (cfg.beta1, cfg.beta2))
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.saved = None  # step of the newest checkpoint
+        self.now = SimpleNamespace(  # what a checkpoint keeps besides the model's and the optimizer's state
+            step=0, best_loss=math.inf, best_step=0, since=0, skipped=0, seconds=0.0, loss_sum=0.0, loss_count=0,
+            history=[],  # evaluations: step, validation loss, mean training loss since the last one, seconds
+            log=[json.dumps({'config': asdict(cfg) | {'vocab_size': model_cfg.vocab_size}})])  # log.jsonl, its lines

@@ -3,46 +3,87 @@ Where a run's settings come from: dataclass default < TOML file < --key=value. N
 
     python train.py config/shakespeare_char.toml --residual=block --batch_size=32 --compile
 
-The dataclass is the whole specification: field name = key, annotation = type, comment at the line's end = help. What
-standard argparse does not do is little: read those comments, take both --flag and --flag=false, name the nearest key.
+The dataclass is the whole specification: field name = key, annotation = type, comment at the line's end = help.
 """
-import argparse
 import difflib
 import inspect
+import os
 import re
+import reprlib
 import sys
 import tomllib
 import types
+from contextlib import suppress
 from dataclasses import fields
 
+brief = reprlib.Repr()  # repr, but never longer than a line
+brief.maxstring, brief.maxlong, brief.maxother = 100, 40, 100
 
-def parse(cls, argv, description=None, positional=()):
+
+def parse(cls, argv, description=None):
     """ The settings given in TOML files and on the command line, {key: value}, all known to cls; defaults left out.
 
-    argv: arguments without the program's name: TOML files, --key=value, bare --flag. positional: names of arguments
-    without dashes that come before the files. Bad input ends the program: exit code 2, one line that names the key.
+    argv: TOML files, --key=value, bare --flag. Bad input ends the program: exit code 2, one line that names the key.
     """
-    parser = Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                    usage='%(prog)s ' + ' '.join((*positional, '[FILE.toml ...] [--key=value ...]')))
-    for name in positional:
-        parser.add_argument(name)
-    parser.add_argument('files', nargs='*', metavar='FILE.toml', help='settings, later ones over earlier ones')
-    parser.add_argument('--config', action='append', metavar='FILE.toml', help='the same, as a key')
-    helps = comments(cls)
-    for f in fields(cls):
-        parser.add_argument(f'--{f.name}', type=converter(f.type), metavar=spell(f.type).upper(),
-                            help=f'{helps.get(f.name, "")} (default: {f.default})'.replace('%', '%%'))
-    parser.keys = [f.name for f in fields(cls)]
-    bare = {f'--{f.name}' for f in fields(cls) if bool in union(f.type)}
-    given = vars(parser.parse_args([a + '=true' if a in bare else a for a in argv]))
-    values = {}
-    for path in given.pop('files', []) + given.pop('config', []):
-        values |= parser.read(path)
-    return values | given
+    kinds = {f.name: f.type for f in fields(cls)}
+    given, files = {}, {}
+    for a in argv:
+        key, has_value, text = a.removeprefix('--').partition('=')
+        if a in ('-h', '--help'):
+            raise SystemExit(print(usage(cls, description)))
+        if not a.startswith('-') or key == 'config':
+            files |= read(a.removeprefix('--config='), kinds)
+        elif not a.startswith('--') or key not in kinds:
+            fail(unknown(key, kinds))
+        elif key in given:
+            fail(f'{key}={brief.repr(text)}: must be given only once')
+        elif not has_value and bool not in union(kinds[key]):
+            fail(f'{key}: must have a value: --{key}={spell(kinds[key]).upper()}')
+        else:
+            given[key] = convert(key, text if has_value else 'true', kinds[key])
+    return files | given
+
+
+def read(path, kinds):
+    """ The settings in one TOML file, all of them keys. Their types are checked with everything else, in checker. """
+    try:
+        with open(path, 'rb') as f:
+            values = tomllib.load(f)
+    except (OSError, ValueError, RecursionError) as e:  # not there, malformed, not UTF-8, a number of 5000 digits
+        fail(f'{brief.repr(path)}: must be a TOML file: {getattr(e, "strerror", None) or e}')
+    for key in (k for k in values if k not in kinds):
+        fail(f'{brief.repr(path)}: {unknown(key, kinds)}')
+    return values
+
+
+def convert(key, text, kind):
+    """ A command line's text as a value of type kind, for example int | None. """
+    for k in union(kind):
+        if k is types.NoneType and text.lower() == 'none':
+            return None
+        if k is bool and text.lower() in ('true', 'false', '1', '0'):
+            return text.lower() in ('true', '1')
+        if k in (int, float, str):
+            with suppress(ValueError):  # the next kind may fit
+                return k(text)
+    fail(f'{key}={brief.repr(text)}: must be of type {spell(kind)}')
+
+
+def checker(settings):
+    """ Checks the types of all settings; returns check(key, ok, allowed), a ValueError that names key unless ok. """
+    def check(key, ok, allowed):
+        if not ok:
+            raise ValueError(f'{key}={brief.repr(getattr(settings, key))}: must be {allowed}')
+
+    for f in fields(settings):
+        if float in union(f.type) and type(value := getattr(settings, f.name)) is int and abs(value) < 2**1000:
+            setattr(settings, f.name, float(value))
+        check(f.name, type(getattr(settings, f.name)) in union(f.type), 'of type ' + spell(f.type))
+    return check
 
 
 def build(cls, values):
-    """ cls(**values); a ValueError it raises ends the program like any other bad input. """
+    """ cls(**values); a ValueError ends the program. """
     try:
         return cls(**values)
     except ValueError as e:
@@ -51,44 +92,23 @@ def build(cls, values):
 
 def fail(message, code=2):
     """ Ends the program with one line on stderr. Code 2: bad input; 1: a failed run. """
-    print(f'error: {" ".join(str(message).split())}', file=sys.stderr)
+    line = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in ' '.join(str(message).split()))
+    print('error:', line if len(line) <= 600 else line[:300] + ' ... ' + line[-300:], file=sys.stderr)
     raise SystemExit(code)
 
 
-class Parser(argparse.ArgumentParser):
-    keys = ()
-
-    def error(self, message):
-        unknown = re.match(r'unrecognized arguments: --([^=\s]+)', message)
-        if unknown:
-            message = self.unknown(unknown[1])
-        fail(message.replace('argument --', '').replace('unrecognized arguments', 'not a key (--key=value) or a file'))
-
-    def unknown(self, key, where=''):
-        near = difflib.get_close_matches(key, self.keys, 1)
-        return f'unknown key {key!r}{where}' + (f': did you mean {near[0]}?' if near else ' (--help lists every key)')
-
-    def read(self, path):
-        """ The settings in one TOML file; its values must have the types of the keys. """
-        try:
-            with open(path, 'rb') as f:
-                values = tomllib.load(f)
-        except OSError as e:
-            self.error(f'{path!r}: {e.strerror}')
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError, RecursionError) as e:
-            self.error(f'{path!r} is not valid TOML: {e}')
-        for key in values:
-            if key not in self.keys:
-                self.error(self.unknown(key, f' in {path}'))
-        return values
+def unknown(key, kinds):
+    near = [f'did you mean {k}?' for k in difflib.get_close_matches(key[:100], kinds, 1)]
+    return f'{brief.repr(key)}: must be a key; ' + (near or ['--help lists them all'])[0]
 
 
-def comments(cls):
-    """ {field: the comment at the end of its line}, base classes included. """
-    found = {}
-    for c in reversed(cls.__mro__[:-1]):
-        found |= dict(re.findall(r'^    (\w+): [^#\n]*# (.*)$', inspect.getsource(c), re.MULTILINE))
-    return found
+def usage(cls, description):
+    """ The help: every key with its type, its meaning and its default. """
+    source = ''.join(inspect.getsource(c) for c in reversed(cls.__mro__[:-1]))  # base classes first
+    found = dict(re.findall(r'^    (\w+): [^#\n]*# (.*)$', source, re.MULTILINE))
+    lines = [f'usage: {os.path.basename(sys.argv[0])} [FILE.toml ...] [--key=value ...]', description or '']
+    return '\n'.join(lines + [f'  --{f.name}={spell(f.type).upper()}\n        {found.get(f.name, "")} '
+                              f'(default: {f.default!r})' for f in fields(cls)])
 
 
 def union(kind):
@@ -97,20 +117,3 @@ def union(kind):
 
 def spell(kind):
     return '|'.join('none' if k is types.NoneType else k.__name__ for k in union(kind))
-
-
-def converter(kind):
-    """ A function from a command line's text to a value of type kind, for example int | None. """
-    def convert(text):
-        for k in union(kind):
-            if k is types.NoneType and text.lower() == 'none':
-                return None
-            if k is bool and text.lower() in ('true', 'false', '1', '0'):
-                return text.lower() in ('true', '1')
-            if k in (int, float, str):
-                try:
-                    return k(text)
-                except ValueError:
-                    pass
-        raise argparse.ArgumentTypeError(f'{text!r} is not of type {spell(kind)}')
-    return convert

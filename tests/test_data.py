@@ -189,6 +189,11 @@ def test_load_prepares_the_bundled_text(tmp_path):
     assert (tmp_path / 'shakespeare_char' / 'meta.json').stat().st_mtime_ns == before  # not again
 
 
+def test_load_keeps_what_is_prepared(text, tmp_path):
+    meta = prepare('shakespeare_char', text('some text, some text'), val_fraction=0.5, root=tmp_path)
+    assert load('shakespeare_char', root=tmp_path)[0] == meta
+
+
 @pytest.mark.parametrize('seed', range(3))
 def test_own_text_comes_back(text, tmp_path, seed):
     s = random_text(seed, 1000)
@@ -300,7 +305,7 @@ def test_writers_take_turns(text, tmp_path):
     prepare('x', path, root=tmp_path)
     before = contents(tmp_path / 'x')
     with open(tmp_path / 'x' / '.lock', 'wb') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # the weaker lock: a writer must ask for all of it
         other = threading.Thread(target=prepare, args=('x', path), kwargs={'val_fraction': 0.5, 'root': tmp_path})
         other.start()
         other.join(0.2)
@@ -437,6 +442,7 @@ def test_command_refuses_in_one_line(tmp_path):
     (['--input=FILE', '--val_fraction=2'], 'val_fraction=2.0: must be between 0 and 1'),
     (['--input=FILE', '--val_fraction=x'], "--val_fraction: invalid float value: 'x'"),
     (['--input=FILE', '--valfraction=1'], 'unrecognized arguments: --valfraction=1'),
+    (['x', 'y\nz'], 'unrecognized arguments: y z'),
     (['--in=FILE'], 'unrecognized arguments: --in=FILE'),
 ])
 def test_command_names_the_key(text, capsys, monkeypatch, tmp_path, argv, message):

@@ -292,9 +292,13 @@ def test_the_head_reads_more_than_the_last_block(mode):
 
 
 def test_the_partition_that_came_out_is_told():
-    assert 'in 5 residual blocks of 2' in RESIDUALS['block'](config('block', 8, n_layer=5)).describe()
-    assert 'in 3 residual blocks of 3, the last of 2' in RESIDUALS['block'](config('block', 3, n_layer=4)).describe()
-    assert 'in 6 residual blocks of 1' in RESIDUALS['full'](config('full')).describe()
+    def told(*args):
+        return RESIDUALS[args[0]](config(*args[:2], n_layer=args[2])).describe()
+    assert told('block', 8, 5) == '10 sublayers in 5 residual blocks of 2'
+    assert told('block', 3, 4) == '8 sublayers in 3 residual blocks of 3, the last of 2'
+    assert told('block', 2, 4) == '8 sublayers in 2 residual blocks of 4'
+    assert told('block', 1, 3) == '6 sublayers in 1 residual blocks of 6'
+    assert told('full', 1, 3) == '6 sublayers in 6 residual blocks of 1'
     assert RESIDUALS['standard'](config()).describe() == 'h <- h + f(h)'
 
 
@@ -409,6 +413,7 @@ def test_cached_decoding_equals_the_full_forward(mode, chunks):
     caches = [Cache(7) for _ in model.transformer.h]
     logits = torch.cat([model(part, caches=caches)[0] for part in idx.split(chunks, dim=1)], dim=1)
     assert close(logits, model(idx)[0], 1e-12)
+    assert {cache.kv.shape for cache in caches} == {(2, 2, 2, 7, D // 2)}  # keys and values for n_ctx tokens, no more
     with pytest.raises(ValueError, match='n_ctx=7'):
         model(idx[:, :1], caches=caches)
 
@@ -451,7 +456,7 @@ def test_generation_goes_on_past_the_window(mode, n_ctx, prompt):
 
 
 def test_stream_yields_one_column_at_a_time_without_gradients():
-    model, idx = tiny('block', 2).eval(), tokens(2, B=3)
+    model, idx = tiny('block', 2, n_layer=1).eval(), tokens(2, B=3)
     columns = []
     for column in model.stream(idx, 100, temperature=0):
         assert column.shape == (3, 1) and column.dtype == torch.int64 and not column.requires_grad
@@ -460,6 +465,13 @@ def test_stream_yields_one_column_at_a_time_without_gradients():
             break  # nothing beyond was needed
     assert torch.equal(torch.cat([idx, *columns], dim=1), model.generate(idx, 4, temperature=0))
     assert torch.equal(model.generate(idx, 0), idx)
+
+
+def test_sampling_is_float32_in_a_bfloat16_model(monkeypatch):
+    dtypes = []
+    monkeypatch.setattr('model.pick', lambda logits, *cuts: dtypes.append(logits.dtype) or pick(logits, *cuts))
+    tiny(dtype=torch.bfloat16).eval().generate(tokens(), 2)
+    assert dtypes == [torch.float32] * 2
 
 
 def allowed(logits, temperature, top_k, top_p):
@@ -525,10 +537,15 @@ def test_generate_uses_its_sampling_arguments():
     assert torch.equal(model.generate(idx, 4, top_p=1e-9), greedy)
     assert torch.equal(model.generate(idx, 4, temperature=1e-9), greedy)
     assert not torch.equal(model.generate(idx, 4), greedy)
+
+    def generator():
+        return torch.Generator().manual_seed(1)
     torch.manual_seed(9)
-    a = model.generate(idx, 4, generator=torch.Generator().manual_seed(1))
+    a = model.generate(idx, 4, temperature=1.0, generator=generator())
     torch.manual_seed(10)
-    assert torch.equal(a, model.generate(idx, 4, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(a, model.generate(idx, 4, generator=generator()))  # temperature 1 is the default
+    assert torch.equal(a, torch.cat([idx, *model.stream(idx, 4, generator=generator())], dim=1))
+    assert not torch.equal(a, model.generate(idx, 4, temperature=2.0, generator=generator()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -538,7 +555,7 @@ def test_generate_uses_its_sampling_arguments():
 @pytest.mark.parametrize('mode', MODES[:3])
 def test_what_is_weight_decayed(mode, bias):
     model = GPT(config(*mode, n_layer=1, bias=bias))
-    optimizer = model.configure_optimizers(weight_decay=0.3, learning_rate=0.02, betas=(0.8, 0.95))
+    optimizer = model.configure_optimizers(weight_decay=0.3, learning_rate=0.02, betas=[0.8, 0.95])  # a list: TOML's
     names = {id(p): name for name, p in model.named_parameters()}
     groups = {g['weight_decay']: sorted(names[id(p)] for p in g['params']) for g in optimizer.param_groups}
     decayed = ['transformer.h.0.attn.c_attn.weight', 'transformer.h.0.attn.c_proj.weight',
@@ -546,7 +563,7 @@ def test_what_is_weight_decayed(mode, bias):
                'transformer.wpe.weight', 'transformer.wte.weight']
     assert groups[0.3] == decayed and set(groups) == {0.3, 0.0}
     assert groups[0.0] == sorted(set(names.values()) - set(decayed))
-    assert all(g['lr'] == 0.02 and tuple(g['betas']) == (0.8, 0.95) for g in optimizer.param_groups)
+    assert all(g['lr'] == 0.02 and g['betas'] == (0.8, 0.95) and g['fused'] for g in optimizer.param_groups)
     assert isinstance(optimizer, torch.optim.AdamW)
 
 
@@ -701,7 +718,7 @@ def test_a_checkpoint_cannot_carry_code(tmp_path):
     model, trace = tiny(), tmp_path / 'trace'
     torch.save(Code(trace), tmp_path / 'a.pt')
     save(tmp_path / 'b.pt', model, extra=Code(trace))
-    (tmp_path / 'c.pt').write_bytes(pickle.dumps(Code(trace)))
+    (tmp_path / 'c.pt').write_bytes(pickle.dumps(Code(trace), protocol=2))
     for name in ('a.pt', 'b.pt', 'c.pt'):
         with pytest.raises(ValueError, match=name):
             GPT.from_checkpoint(tmp_path / name)
