@@ -30,6 +30,12 @@ def rms_norm(x, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+def mix(A, H):
+    """ A H, (n, n) by (n, D) a token, in float32 also under autocast: H is the residual stream: never rounded """
+    with torch.autocast(H.device.type, enabled=False):
+        return A @ H.to(A.dtype)
+
+
 class Baseline(nn.Module):
     """ Sizes that every rule needs, and one line about it. """
     def __init__(self, config):
@@ -43,9 +49,11 @@ class Baseline(nn.Module):
 class Static(Baseline):
     """ h_l = sum_i softmax(logit_l)_i v_i
 
-    AttnRes without looking: the control that shows whether input-dependent weights matter. The paper's ablation does not
-    say whether its static weights were normalised (1.749 against 1.737); here they are, so that only the input is gone.
+    AttnRes without looking: the control that shows whether input-dependent weights matter. The paper's ablation does
+    not say whether its static weights were normalised (1.749 against 1.737); here they are: only the input is gone.
     """
+    S = 1  # every output stays a source of its own, as in Full
+
     def __init__(self, config):
         super().__init__(config)
         self.logit = nn.Parameter(torch.zeros(self.L + 1, self.L + 1))  # row l uses its first l + 1
@@ -100,8 +108,8 @@ class HyperConnections(Baseline):
     """ H <- A_r H + B f(A_m H),   H: 4 streams
 
     arXiv 2409.19606, dynamic: A_m, B (n) and A_r (n, n) are learned matrices plus 0.01 tanh(norm(H) W), W = 0 at first.
-    The streams start as copies of the embedding and are summed at the end. The paper's rescaling of output projections is
-    left out: the initialisation is the same in all modes.
+    The streams start as copies of the embedding and are summed at the end; norm has no gain. The paper's rescaling of
+    output projections is left out: the initialisation is the same in all modes.
     """
     def __init__(self, config):
         super().__init__(config)
@@ -121,7 +129,7 @@ class HyperConnections(Baseline):
             A_m = self.static_m[l] + self.scale[l, 0] * t[..., n]  # (B, T, n)
             B = self.static_b[l] + self.scale[l, 1] * t[..., n + 1]
             y = f((A_m.unsqueeze(-1) * H).sum(-2).to(h.dtype))
-            H = A_r @ H.to(A_r.dtype) + B.unsqueeze(-1) * y.unsqueeze(-2)
+            H = mix(A_r, H) + B.unsqueeze(-1) * y.unsqueeze(-2)
         return H.sum(-2).to(h.dtype)
 
 
@@ -129,7 +137,7 @@ class ManifoldHyperConnections(Baseline):
     """ x <- H_res x + H_post f(H_pre x),   H_res doubly stochastic, x: 4 streams
 
     arXiv 2512.24880. Each map is a learned bias plus 0.01 (norm(vec x) phi), phi = 0 at first; H_pre = sigmoid,
-    H_post = 2 sigmoid, H_res = 20 Sinkhorn steps on exp. The biases' start is that of the mHC-lite authors' code: +1 for
+    H_post = 2 sigmoid, H_res = 20 Sinkhorn steps on exp. The biases start as in the code of mHC-lite's authors: +1 for
     stream l mod n and -1 for the others, H_res close to the identity (-8 off the diagonal). The streams start as copies
     of the embedding and are summed at the end. The paper decays phi; here nothing of a residual rule is decayed.
     """
@@ -153,7 +161,7 @@ class ManifoldHyperConnections(Baseline):
             post = 2 * torch.sigmoid(self.gate[l, 1] * post + self.post[l])
             res = self.sinkhorn(self.gate[l, 2] * res.unflatten(-1, (n, n)) + self.res[l])
             y = f((pre.unsqueeze(-1) * x).sum(-2).to(h.dtype))
-            x = res @ x.to(res.dtype) + post.unsqueeze(-1) * y.unsqueeze(-2)
+            x = mix(res, x) + post.unsqueeze(-1) * y.unsqueeze(-2)
         return x.sum(-2).to(h.dtype)
 
     @staticmethod
@@ -166,9 +174,10 @@ class ManifoldHyperConnections(Baseline):
 
 
 class DeepDelta(Baseline):
-    """ h <- h + b k (v - k . h),   k = f(h) / |f(h)|,  b = 2 sigmoid(u_l . norm(h) + c_l),  v = 4 sigmoid(w_l . h + d_l)
+    """ h <- h + b k (v - k . h),   k = f(h) / |f(h)|,  b = 2 sigmoid(u_l . norm(h) + c_l),  v = 4 sigmoid(w_l . h + d)
 
-    arXiv 2601.00417, one value a token: f gives a direction, h moves along it towards v; b = 1 at first.
+    arXiv 2601.00417, one value a token: f gives a direction, h moves along it towards v; b = 1 and v = 2 at first. The
+    authors' b looks at the sublayer's normed input; a rule does not see into its sublayers, so norm has no gain here.
     """
     def __init__(self, config):
         super().__init__(config)

@@ -4,6 +4,7 @@ Compares residual rules.
     python compare.py                     trains standard, full and block on Shakespeare: one table, one picture
     python compare.py --seeds=5 --modes=standard,block:4      paired seeds; block:N: block mode with N residual blocks
     python compare.py speed --shape=B     cost of a training step by mode and kernel
+    python compare.py depth DIR DIR --out=FOLDER              what the sublayers of trained models read: maps, dynamics
 
 `python compare.py VERB --help` lists the keys of a verb.
 """
@@ -12,7 +13,8 @@ import sys
 
 import config as configuration
 
-VERBS = {'loss': 'experiments.loss', 'speed': 'experiments.speed', 'readme': 'experiments.readme'}
+VERBS = {'loss': 'experiments.loss', 'speed': 'experiments.speed', 'depth': 'experiments.depth',
+         'readme': 'experiments.readme'}
 
 
 def main(argv=None):

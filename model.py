@@ -332,12 +332,16 @@ class GPT(nn.Module):
     @classmethod
     def from_checkpoint(cls, path, device='cpu', kernel='auto'):
         """ The model saved in a checkpoint file, or in the best.pt (else ckpt.pt) of a directory, in eval mode. """
-        if os.path.isdir(path):
-            best = os.path.join(path, 'best.pt')
-            path = best if os.path.exists(best) else os.path.join(path, 'ckpt.pt')
+        if os.path.isdir(path) and os.path.exists(os.path.join(path, 'best.pt')):
+            path = os.path.join(path, 'best.pt')
+        elif os.path.isdir(path):
+            path = os.path.join(path, 'ckpt.pt')
         state = load_checkpoint(path, device)
-        model = cls(GPTConfig(**state['model_config'], kernel=kernel))
-        model.load_state_dict(state['model'])
+        try:
+            model = cls(GPTConfig(**state['model_config'], kernel=kernel))
+            model.load_state_dict(state['model'])
+        except (TypeError, AttributeError, RuntimeError, ValueError) as e:
+            raise ValueError(f'{path}: model and model_config do not fit ({str(e).splitlines()[0]})') from e
         return model.to(device).eval()
 
 
@@ -364,18 +368,23 @@ def check_sampling(config, idx, max_new_tokens, temperature, top_k, top_p, n_voc
         if not ok:
             raise ValueError(f'{key}={value!r}: must be {allowed}')
     check('idx', tuple(idx.shape), idx.dim() == 2 and idx.size(1) > 0, 'tokens (B, T) with T at least 1')
-    check('max_new_tokens', max_new_tokens, max_new_tokens >= 0, '0 or more')
-    check('temperature', temperature, 0 <= temperature < math.inf, '0 (greedy) or a positive number')
-    check('top_k', top_k, top_k is None or top_k >= 1, '1 or more')
-    check('top_p', top_p, top_p is None or 0 < top_p <= 1, 'in (0, 1]')
-    check('n_vocab', n_vocab, n_vocab is None or 1 <= n_vocab <= config.vocab_size, f'from 1 to {config.vocab_size}')
+    def number(value, *kinds):
+        return type(value) in kinds
+    check('max_new_tokens', max_new_tokens, number(max_new_tokens, int) and max_new_tokens >= 0,
+          'a whole number from 0')
+    check('temperature', temperature, number(temperature, int, float) and 0 <= temperature < math.inf,
+          '0 (greedy) or a positive number')
+    check('top_k', top_k, top_k is None or number(top_k, int) and top_k >= 1, 'a whole number from 1')
+    check('top_p', top_p, top_p is None or number(top_p, int, float) and 0 < top_p <= 1, 'in (0, 1]')
+    check('n_vocab', n_vocab, n_vocab is None or number(n_vocab, int) and 1 <= n_vocab <= config.vocab_size,
+          f'a whole number from 1 to {config.vocab_size}')
 
 
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """ One token (B, 1) drawn from softmax(logits / temperature), logits (B, V), after the cuts. """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # shifted: finite at any temperature
+    logits = (logits - logits.max(-1, keepdim=True).values).double() / temperature  # finite at any temperature
     if top_k is not None and top_k < logits.size(-1):
         kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)

@@ -21,16 +21,19 @@ import time
 import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from data.prepare import load
+import torch.nn as nn
 from tqdm import tqdm
 
 import config as configuration
 import kernels
+from data.prepare import load
 from model import GPT, GPTConfig, load_checkpoint, model_config
 
 
@@ -78,7 +81,6 @@ class TrainConfig(GPTConfig):
             check(key, getattr(self, key).strip() and '\0' not in getattr(self, key), 'the name of a folder')
         check('nonfinite', self.nonfinite in ('stop', 'skip'), 'stop or skip')
         check('dtype', self.dtype in ('auto', *DTYPES), 'one of auto, ' + ', '.join(DTYPES))
-        check('overwrite', not (self.overwrite and self.resume), 'left out with --resume')
 
     def model(self, vocab_size):
         """ The model's part of the settings. """
@@ -120,34 +122,17 @@ def pick_dtype(name, device):
     return DTYPES[name]
 
 
-def check_memory(model, batch_size, device):
-    """ Refuses, before anything is allocated, a model whose training cannot fit: ValueError. A lower bound. """
-    c, tokens = model, batch_size * model.n_ctx
-    params = (c.vocab_size + c.n_ctx) * c.n_embd + 12 * c.n_layer * c.n_embd**2
-    need = 16 * params  # weights, gradients and AdamW's two moments, four bytes each
-    need += 2 * tokens * (c.vocab_size + 2 * c.n_layer * c.n_embd)  # logits and each sublayer's input, in two bytes
-    need += 2**15 * c.n_layer  # a block's Python objects
-    if device.type == 'cuda':
-        have = torch.cuda.mem_get_info(device)[1]
-    else:
-        have = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') if hasattr(os, 'sysconf') else math.inf
+def check_memory(c, batch_size, device):
+    """ Refuses, before anything is allocated, what cannot fit: ValueError. c: GPTConfig. The need is a lower bound. """
+    need = 16 * ((c.vocab_size + c.n_ctx) * c.n_embd + 12 * c.n_layer * c.n_embd**2)  # weight, gradient, two moments
+    need += 2 * batch_size * c.n_ctx * (c.vocab_size + 2 * c.n_layer * c.n_embd)  # logits, inputs of sublayers
+    need += 2**15 * c.n_layer  # Python objects
+    have = (torch.cuda.mem_get_info(device)[1] if device.type == 'cuda' else math.inf if os.name == 'nt' else
+            os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))
     if need > have:
-        raise ValueError(f'n_layer={c.n_layer}, n_embd={c.n_embd}, n_ctx={c.n_ctx}, vocab_size={c.vocab_size}, '
-                         f'batch_size={batch_size}: must fit into memory: {device.type} has {have / 2**30:.1f} GiB, '
-                         f'training takes at least {need / 2**30:.1f}')
-
-
-@contextmanager
-def team(device):
-    """ Joins the processes that torchrun started: (rank, their number), (0, 1) without torchrun. """
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    if world > 1:
-        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    try:
-        yield rank, world
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+        sizes = ', '.join(f'{k}={getattr(c, k)}' for k in ('n_layer', 'n_embd', 'n_ctx', 'vocab_size'))
+        raise ValueError(f'{sizes}, batch_size={batch_size}: must fit into memory: {device.type} has '
+                         f'{have / 2**30:.1f} GiB, training takes {need / 2**30:.1f} or more')
 
 
 @contextmanager
@@ -159,13 +144,12 @@ def own(out_dir):
     except OSError as e:
         raise ValueError(f'out_dir={out_dir!r}: must be a writable folder ({e.strerror})') from e
     with lock:
-        try:
+        with suppress(ImportError):  # Windows has no such lock: there the user sees to it
             import fcntl
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f'out_dir={out_dir!r}: must be free, another run is writing there') from None
-        except (ImportError, OSError):
-            pass  # Windows and some network file systems have no such lock: there the user sees to it
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as e:
+                raise ValueError(f'out_dir={out_dir!r}: must be free, another run is writing there ({e})') from e
         yield
 
 
@@ -180,8 +164,7 @@ def stoppable(world=1):
             signal.signal(number, old[number])
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            old[number] = signal.signal(number, handler)
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield got
     finally:
@@ -194,40 +177,38 @@ def stoppable(world=1):
 
 class Data:
     """ The token files of a dataset, read in windows of n_ctx tokens and their successors. """
-    PIECE = 2**15  # tokens
-
     def __init__(self, cfg, device):
         self.cfg, self.device = cfg, device
         self.meta, self.tokens = load(cfg.dataset)
-        self.n_vocab = self.meta['n_vocab']
+        least = self.meta['n_vocab']
+        self.rows = cfg.vocab_size or (least if least < 1024 else -(-least // 64) * 64)  # of the embedding
         for split, tokens in self.tokens.items():
             if len(tokens) <= cfg.n_ctx:
-                raise ValueError(f'n_ctx={cfg.n_ctx}: must be less than the {len(tokens)} tokens that {split} of dataset='
-                                 f'{cfg.dataset!r} has; lower n_ctx or prepare a longer text')
-        if 0 < cfg.vocab_size < self.n_vocab:
-            raise ValueError(f'vocab_size={cfg.vocab_size}: must be at least {self.n_vocab}, the tokenizer of dataset='
-                             f'{cfg.dataset!r} needs them')
-        self.fingerprint = {split: self.hash(tokens) for split, tokens in self.tokens.items()}
+                raise ValueError(f'n_ctx={cfg.n_ctx}: must be below {len(tokens)}, the tokens in {split}.bin of '
+                                 f'dataset={cfg.dataset!r}; lower it or prepare a longer text')
+        if self.rows < least:
+            raise ValueError(f'vocab_size={self.rows}: must be {least} or more for dataset={cfg.dataset!r}')
+        self.sha = {split: self.hash(split) for split in self.tokens}
 
-    def hash(self, tokens):
-        """ SHA-256 of a token file's length and tokens; beyond 64 MiB, of 1024 pieces spread evenly over it. """
-        pieces = min(1024, -(-len(tokens) // self.PIECE))
-        sha = hashlib.sha256(str(len(tokens)).encode())
-        for start in np.linspace(0, max(0, len(tokens) - self.PIECE), pieces).astype(int):
-            sha.update(self.read(tokens, slice(start, start + self.PIECE)))
+    def hash(self, split, piece=2**15):
+        """ SHA-256 of a token file; of one beyond 64 MiB, that of 1024 pieces spread evenly over it. """
+        n = len(self.tokens[split])
+        sha = hashlib.sha256(str(n).encode())
+        for start in np.linspace(0, max(0, n - piece), min(1024, -(-n // piece))).astype(int):
+            sha.update(self.read(split, slice(start, start + piece)))
         return sha.hexdigest()
 
-    def read(self, tokens, where):
-        tokens = np.memmap(tokens.filename, tokens.dtype, 'r')  # opened anew: pages read do not pile up
-        out = np.array(tokens[where])
-        if out.max() >= self.n_vocab:
-            raise ValueError(f'dataset={self.cfg.dataset!r}: {os.path.basename(tokens.filename)} has token id {out.max()}'
-                             f', the ids of its tokenizer must be below {self.n_vocab}; prepare it again')
-        return out
+    def read(self, split, where):
+        """ tokens[where]; ValueError if an id is past the vocabulary. """
+        tokens = np.memmap(self.tokens[split].filename, '<u2', 'r')[where]  # opened anew, or pages read pile up
+        if tokens.max() >= self.meta['n_vocab']:
+            raise ValueError(f'dataset={self.cfg.dataset!r}: must have token ids below {self.meta["n_vocab"]}, '
+                             f'{split}.bin has {tokens.max()}; prepare it again')
+        return tokens
 
     def windows(self, split, starts):
         """ Inputs and targets (B, n_ctx): tokens[s : s + n_ctx] and tokens[s + 1 : s + n_ctx + 1] for each start s. """
-        both = self.read(self.tokens[split], starts[:, None] + np.arange(self.cfg.n_ctx + 1))
+        both = self.read(split, starts[:, None] + np.arange(self.cfg.n_ctx + 1))
         both = torch.from_numpy(both.astype(np.int64))
         if self.device.type == 'cuda':
             both = both.pin_memory().to(self.device, non_blocking=True)
@@ -240,10 +221,7 @@ class Data:
         return self.windows('train', rng.integers(0, last, self.cfg.batch_size))
 
     def val_batches(self, rank=0, world=1):
-        """ The validation text in windows that do not overlap, all or eval_iters batches of them spread evenly.
-
-        Of `world` processes each takes every world-th batch. The last batch may be smaller.
-        """
+        """ Every world-th batch of the validation windows: no overlap; all, or eval_iters batches spread evenly. """
         B, n_ctx = self.cfg.batch_size, self.cfg.n_ctx
         starts = np.arange(0, len(self.tokens['val']) - n_ctx, n_ctx)
         if 0 < self.cfg.eval_iters * B < len(starts):
@@ -270,45 +248,38 @@ def save(state, path):
         raise RuntimeError(f'{path}: could not be written ({str(e).splitlines()[0]}); the one before it stands') from e
 
 
-def read_checkpoint(path):
-    """ The dict that save wrote, every byte checked against the file's checksums. ValueError says what is wrong. """
-    with suppress(FileNotFoundError):  # load_checkpoint says so
+def read_checkpoint(path, needs=()):
+    """ The dict that save wrote, every byte held against the file's checksums. ValueError says what is wrong. """
+    if os.path.isfile(path):  # if not, load_checkpoint says so
         try:
             with zipfile.ZipFile(path) as z:
-                bad = z.testzip()
-        except FileNotFoundError:
-            raise
+                damage = z.testzip()
         except Exception as e:  # zipfile raises a dozen kinds for a damaged or foreign file
-            raise ValueError(f'{path}: not a whole checkpoint ({type(e).__name__}: {e})') from e
-        if bad:
-            raise ValueError(f'{path}: not a whole checkpoint (damaged in {bad})')
-    return load_checkpoint(path)
-
-
-def read_run(out_dir):
-    """ The checkpoint that a run in out_dir goes on from: ValueError unless this trainer's. """
-    path = os.path.join(out_dir, 'ckpt.pt')
-    state = read_checkpoint(path)
-    lacks = {'config', 'optimizer', 'scaler', 'progress', 'tokenizer', 'data'} - state.keys()
-    if lacks:
-        raise ValueError(f'{path}: not a run of this version of train.py: it lacks {", ".join(sorted(lacks))}')
-    other = sorted(state['config'].keys() ^ {f.name for f in fields(TrainConfig)})
-    if other:
-        raise ValueError(f'{path}: not a run of this version of train.py: not both know the keys {", ".join(other)}')
+            damage = f'{type(e).__name__}: {e}'
+        if damage:
+            raise ValueError(f'{path}: not a whole checkpoint (damage: {damage})')
+    state = load_checkpoint(path)
+    for key in needs:
+        if key not in state:
+            raise ValueError(f'{path}: not a checkpoint of this version of train.py (it lacks {key})')
     return state
 
 
-def check_same(cfg, data, saved):
-    """ ValueError that names the first thing which defines the run and differs from the saved one. """
-    for key, value in asdict(cfg).items():
-        if key not in FREE and saved['config'][key] != value:
-            raise ValueError(f'{key}={value!r}: must be {saved["config"][key]!r}, as in the run that out_dir='
-                             f'{cfg.out_dir!r} holds; leave the key out')
-    for what, old, new in (('tokenizer', saved['tokenizer'], data.meta['tokenizer']),
-                           ('text', saved['data'], data.fingerprint)):
-        if old != new:
-            raise ValueError(f'dataset={cfg.dataset!r}: its {what} has changed since the checkpoint in out_dir='
-                             f'{cfg.out_dir!r}; prepare it as it was, or start anew with --overwrite')
+def read_run(out_dir):
+    """ The checkpoint that a run goes on from. """
+    return read_checkpoint(os.path.join(out_dir, 'ckpt.pt'), ('run', 'config', 'optimizer', 'scaler', 'progress'))
+
+
+def definition(cfg, data, old=None):
+    """ All that makes a run what it is. ValueError names the first thing in which it differs from an older one. """
+    new = {k: v for k, v in asdict(cfg).items() if k not in FREE}
+    new |= {'tokenizer': data.meta['tokenizer'], 'token files': data.sha}
+    for key in [*new, *(old.keys() - new.keys())] if old else ():
+        if new.get(key) != old.get(key):
+            was, now = (configuration.brief.repr(d.get(key)) for d in (old, new))
+            raise ValueError(f'{key}={now}: must be {was}, as in the run that out_dir={cfg.out_dir!r} holds; leave '
+                             f'the key out, restore dataset={cfg.dataset!r}, or start a new run')
+    return new
 
 
 # -----------------------------------------------------------------------------
@@ -325,22 +296,236 @@ def learning_rate(cfg, step):
 
 
 class Run:
-    """ A run under way: what it trains (model, optimizer, data), how far it is (now), what it says and writes. """
-    def __init__(self, cfg, device, rank, world, quiet):
-        self.cfg, self.device, self.rank, self.world = cfg, device, rank, world
-        self.quiet = quiet or rank > 0
-        self.dtype = pick_dtype(cfg.dtype, device)
-        self.data = Data(cfg, device)
-        n = self.data.n_vocab
-        model_cfg = cfg.model(cfg.vocab_size or (n if n < 1024 else -(-n // 64) * 64))
-        check_memory(model_cfg, cfg.batch_size, device)
+    """ A run under way: what it trains (model, optimizer, data) and how far it is (now). """
+    def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False):
+        self.cfg, self.data, self.dtype, self.rank, self.world = cfg, data, dtype, rank, world
+        self.device, self.quiet = data.device, quiet or rank > 0
+        self.autocast = partial(torch.autocast, data.device.type, dtype, enabled=dtype != torch.float32)
         self.ckpt, self.best, self.log = (os.path.join(cfg.out_dir, f) for f in ('ckpt.pt', 'best.pt', 'log.jsonl'))
+        self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx  # in a step
         torch.manual_seed(cfg.seed)
-        self.model = GPT(model_cfg).to(device).train()
+        self.model = GPT(cfg.model(data.rows)).to(self.device).train()
         self.optimizer = self.model.configure_optimizers(cfg.weight_decay, cfg.learning_rate, (cfg.beta1, cfg.beta2))
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        self.saved = None  # step of the newest checkpoint
-        self.now = SimpleNamespace(  # what a checkpoint keeps besides the model's and the optimizer's state
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.now = SimpleNamespace(  # what a checkpoint keeps, too; random numbers follow from step
             step=0, best_loss=math.inf, best_step=0, since=0, skipped=0, seconds=0.0, loss_sum=0.0, loss_count=0,
-            history=[],  # evaluations: step, validation loss, mean training loss since the last one, seconds
-            log=[json.dumps({'config': asdict(cfg) | {'vocab_size': model_cfg.vocab_size}})])  # log.jsonl, its lines
+            history=[],  # evaluations: [step, validation loss, mean training loss since the last one, seconds]
+            log=[json.dumps({'config': asdict(cfg) | {'vocab_size': data.rows}})])  # the lines of log.jsonl
+        self.standing = 'there is no checkpoint yet'
+
+    def say(self, line):
+        if not self.quiet:
+            tqdm.write(line)
+
+    def total(self, *numbers):
+        """ The sum of each number over all processes. """
+        if self.world > 1:
+            t = torch.tensor(numbers, dtype=torch.float64, device='cuda' if self.device.type == 'cuda' else 'cpu')
+            dist.all_reduce(t)
+            numbers = t.tolist()
+        return numbers
+
+    def write(self, mode='a', **record):
+        """ Adds a record to log.jsonl; mode 'w' writes all of it anew. """
+        if record:
+            self.now.log.append(json.dumps(record))
+        if self.rank == 0:
+            with open(self.log, mode, encoding='utf-8') as f:
+                f.writelines(line + '\n' for line in self.now.log[-1 if mode == 'a' else 0:])
+
+    def save(self, better=False):
+        """ Writes ckpt.pt, after best.pt if no state was better. """
+        state = {'model': self.model.state_dict(), 'model_config': model_config(self.model.config),
+                 'tokenizer': self.data.meta['tokenizer'], 'config': asdict(self.cfg),
+                 'run': definition(self.cfg, self.data), 'progress': vars(self.now),
+                 'optimizer': self.optimizer.state_dict(), 'scaler': self.scaler.state_dict()}
+        if self.rank == 0:
+            for path in [self.best, self.ckpt] if better else [self.ckpt]:
+                save(state, path)
+        self.standing = f'{self.ckpt} holds step {self.now.step}, the last good state'
+
+    def begin(self, state):
+        """ Goes on from a checkpoint or, with None, takes out_dir: the first checkpoint replaces the old one. """
+        if state:
+            try:
+                for key in ('model', 'optimizer', 'scaler'):
+                    getattr(self, key).load_state_dict(state[key])
+            except (KeyError, RuntimeError, ValueError) as e:
+                raise ValueError(f'{self.ckpt}: does not fit this run ({str(e).splitlines()[0]})') from e
+            self.now = SimpleNamespace(**state['progress'])
+            self.standing = f'{self.ckpt} holds step {self.now.step}, the last good state'
+            self.say(f'resumed at step {self.now.step}')
+        else:
+            if self.rank == 0:
+                with suppress(FileNotFoundError):
+                    os.remove(self.best)
+            self.save()
+        self.write('w')  # what was logged after the checkpoint happens again
+
+    def warm_up(self):
+        """ Compiles, tries forward and backward, says how long all will take and joins the other processes. """
+        cfg, cuda, batch = self.cfg, self.device.type == 'cuda', self.data.train_batch(0, 0)
+        compiled = cuda and find_spec('triton') is not None if cfg.compile is None else cfg.compile
+        self.net = torch.compile(self.model) if compiled else self.model
+        for _ in range(2):  # the first one compiles
+            began = time.perf_counter()
+            with self.autocast():
+                loss = self.net(*batch)[1]
+            loss.backward()
+            loss.item()  # waits for the device
+            seconds = (time.perf_counter() - began) * cfg.gradient_accumulation_steps / self.world
+            self.model.zero_grad(set_to_none=True)
+        n = self.model.n_params()
+        path = kernels.choose(cfg.kernel, torch.empty(0, device=self.device, dtype=self.dtype))
+        gib = (torch.cuda.max_memory_allocated(self.device) + 8 * n if cuda else 16 * n) / 2**30
+        self.say(f'{cfg.residual}: {self.model.residual.describe()}; {n / 1e6:.2f} M parameters')
+        self.say(f'{self.world} x {self.device.type}, {str(self.dtype)[6:]}, kernel '
+                 f'{path if hasattr(self.model.residual, "attend") else "none"}, compile {"on" if compiled else "off"}')
+        self.say(f'{cfg.max_iters} steps of {self.tokens:,} tokens, about {seconds * 1e3:.0f} ms each: '
+                 f'{seconds * cfg.max_iters / 60:.1f} minutes; {gib:.2f} GiB' + ('' if cuda else ' and activations'))
+        ids = [self.device.index] if cuda else None
+        self.team_net = nn.parallel.DistributedDataParallel(self.net, ids) if self.world > 1 else self.net
+
+    @torch.no_grad()
+    def evaluate(self):
+        """ Mean cross-entropy of the validation windows, in nats per token. """
+        losses, counts = [], []
+        self.model.eval()
+        for x, y in self.data.val_batches(self.rank, self.world):
+            with self.autocast():
+                losses.append(self.net(x, y)[1])
+            counts.append(len(x))
+        self.model.train()
+        total, count = self.total(sum(l.item() * n for l, n in zip(losses, counts, strict=True)), sum(counts))
+        return total / count
+
+    def measure(self):
+        """ Evaluates, logs, saves. """
+        now, val = self.now, self.evaluate()
+        if not math.isfinite(val):
+            raise RuntimeError(f'validation loss {val} at step {now.step}; {self.standing}; try a lower learning_rate')
+        mean = now.loss_sum / now.loss_count if now.loss_count else None
+        now.history.append([now.step, val, mean, now.seconds])
+        now.loss_sum, now.loss_count, now.since = 0.0, 0, now.since + 1
+        better = val < now.best_loss
+        if better:
+            now.best_loss, now.best_step, now.since = val, now.step, 0
+        self.write(step=now.step, val_loss=val, train_loss=mean, seconds=now.seconds, skipped=now.skipped)
+        self.save(better)
+        self.say(f'step {now.step:5d}: validation loss {val:.4f}' + (f', training {mean:.4f}' if mean else '')
+                 + (f', {now.seconds / now.step * 1e3:.0f} ms a step' if now.step else ''))
+
+    def update(self):
+        """ One step of the optimiser: (mean loss, gradient norm, learning rate) of the global batch. """
+        cfg, now, n = self.cfg, self.now, self.cfg.gradient_accumulation_steps
+        rate, loss_sum = learning_rate(cfg, now.step), 0.0
+        for group in self.optimizer.param_groups:
+            group['lr'] = rate
+        for micro in range(self.rank, n, self.world):
+            x, y = self.data.train_batch(now.step, micro)
+            torch.manual_seed((cfg.seed * 2**31 + now.step) * 2**31 + micro & 2**63 - 1)  # for dropout
+            self.team_net.require_backward_grad_sync = micro + self.world >= n  # several processes: sum up once a step
+            with self.autocast():
+                loss = self.team_net(x, y)[1] / n
+            self.scaler.scale(loss * self.world).backward()  # processes average their gradients: times their number
+            loss_sum += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.grad_clip or math.inf).item()
+        loss, = self.total(loss_sum.item())
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.scaler.step(self.optimizer)
+            now.loss_sum, now.loss_count = now.loss_sum + loss, now.loss_count + 1
+        elif cfg.nonfinite == 'skip' or math.isfinite(loss) and self.scaler.is_enabled():  # float16 overflows at times
+            now.skipped += 1
+        else:
+            raise RuntimeError(f'loss {loss:.4g}, gradient norm {norm:.4g} at step {now.step}; {self.standing}; try a '
+                               'lower learning_rate, or --resume --nonfinite=skip')
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        now.step += 1
+        return loss, norm, rate
+
+    def loop(self, stop):
+        """ Steps and evaluates until max_iters, patience or a signal ends it. """
+        cfg, now = self.cfg, self.now
+        with tqdm(total=cfg.max_iters, initial=now.step, unit='step', disable=self.quiet or None, leave=False) as bar:
+            while True:
+                evaluated = now.history and now.history[-1][0] == now.step
+                if not evaluated and (now.step % cfg.eval_interval == 0 or now.step == cfg.max_iters):
+                    self.measure()
+                if now.step == cfg.max_iters or cfg.patience and now.since >= cfg.patience or self.total(len(stop))[0]:
+                    break
+                began = time.perf_counter()
+                loss, norm, rate = self.update()
+                now.seconds += time.perf_counter() - began
+                if now.step % cfg.log_interval == 0:
+                    self.write(step=now.step, loss=loss, lr=rate, grad_norm=norm, skipped=now.skipped)
+                    speed = self.tokens * now.step / now.seconds
+                    bar.set_postfix_str(f'loss {loss:.3f}, {speed:,.0f} tokens/s', refresh=False)
+                bar.update()
+        if now.history[-1][0] != now.step:
+            self.save()
+
+
+def train(cfg, quiet=False):
+    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run. """
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # raises if it cannot run here
+    rank, world = (int(os.environ.get(*pair)) for pair in (('RANK', 0), ('WORLD_SIZE', 1)))  # torchrun's
+    if cfg.gradient_accumulation_steps % world:
+        raise ValueError(f'gradient_accumulation_steps={cfg.gradient_accumulation_steps}: must be divisible by '
+                         f'{world}, the number of processes, which share them')
+    data = Data(cfg, device)
+    check_memory(cfg.model(data.rows), cfg.batch_size, device)
+    with stoppable(world) as stop, own(cfg.out_dir) if rank == 0 else nullcontext():
+        state = read_run(cfg.out_dir) if cfg.resume else None
+        if state:
+            definition(cfg, data, state['run'])
+        elif rank == 0 and not cfg.overwrite and {'ckpt.pt', 'best.pt', 'log.jsonl'} & {*os.listdir(cfg.out_dir)}:
+            raise ValueError(f'out_dir={cfg.out_dir!r}: must not hold a run already: --resume goes on with it, '
+                             '--overwrite replaces it, another out_dir keeps it')
+        if world > 1:
+            dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+        run = Run(cfg, data, dtype, rank, world, quiet)
+        now = run.now
+        try:
+            run.warm_up()
+            run.begin(state)
+            now, state = run.now, None  # not two copies of everything
+            run.loop(stop)
+        except OSError as e:
+            raise RuntimeError(f'{cfg.out_dir}: could not be written ({e.strerror}); {run.standing}') from e
+        except RuntimeError as e:
+            if world == 1:
+                raise
+            raise RuntimeError(f'process {rank} of {world}: {str(e).splitlines()[0]}; {run.standing}') from e
+        if world > 1:
+            dist.destroy_process_group()
+        if stop:
+            run.say(f'{stop[0]}: saved at step {now.step}; go on with: '
+                    + ('python' if world == 1 else f'torchrun --nproc_per_node={world}')
+                    + f' train.py --out_dir={shlex.quote(cfg.out_dir)} --resume')
+    return {'residual': cfg.residual, 'params': run.model.n_params(), 'first_loss': now.history[0][1],
+            'final_loss': now.history[-1][1], 'stopped': stop[0] if stop else None, 'out_dir': cfg.out_dir,
+            **{k: getattr(now, k) for k in ('best_loss', 'best_step', 'step', 'skipped', 'history', 'seconds')}}
+
+
+def main(argv=None):
+    values = configuration.parse(TrainConfig, sys.argv[1:] if argv is None else argv, __doc__.split('\n\n')[0])
+    try:
+        if values.get('resume'):
+            values = {'out_dir': TrainConfig.out_dir} | values
+            saved = read_run(values['out_dir'])['config']
+            values = {k: v for k, v in saved.items() if hasattr(TrainConfig, k)} | values
+        return train(TrainConfig(**values))
+    except ValueError as e:
+        configuration.fail(e)
+    except RuntimeError as e:
+        configuration.fail(e, code=1)
+    except KeyboardInterrupt:  # before the first step, or a second one
+        configuration.fail('interrupted', code=130)
+
+
+if __name__ == '__main__':
+    main()

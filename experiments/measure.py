@@ -9,6 +9,9 @@ import time
 from contextlib import nullcontext
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from model import GPT
 
@@ -69,23 +72,32 @@ def ratio(times, base):
     return statistics.median(t / b for t, b in zip(times, base, strict=True))
 
 
+class Created(TorchDispatchMode):
+    """ Watches every operation's results and can tell how many bytes of them are still alive. """
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                ref = StorageWeakRef(t.untyped_storage())
+                self.storages[ref.cdata] = (ref, t.untyped_storage().nbytes())
+        return out
+
+    def alive(self, but):
+        """ Bytes alive, tensors in `but` apart. """
+        known = {t.untyped_storage()._cdata for t in but}
+        return sum(n for ref, n in self.storages.values() if not ref.expired() and ref.cdata not in known)
+
+
 def alive_bytes(bench):
-    """ Bytes that stay alive between forward and backward, parameters apart: what autograd keeps. """
+    """ Bytes made by the forward pass that live on until the backward pass, whoever holds them. Eager models only. """
     bench.model.zero_grad(set_to_none=True)
-    parameters = {p.untyped_storage().data_ptr() for p in bench.model.parameters()}
-    kept = {}
-
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with Created() as created:
         loss = bench.loss()
-    total = sum(kept.values())
-    del loss
-    return total
+    return created.alive(but=[loss, *bench.model.parameters()])
 
 
 def peak_bytes(bench):

@@ -1,6 +1,8 @@
 """ The pictures of compare.py. One message a panel; colours that stay apart in grey and for the colour-blind. """
 import statistics
 
+import numpy as np
+
 COLOURS = ('#4d4d4d', '#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8c564b')
 
 
@@ -42,5 +44,75 @@ def loss(results, path):
     if seeds > 1:
         figure.suptitle(f'mean of {seeds} seeds; shaded: lowest to highest', fontsize=8)
     figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+KINDS = {'attention': ('#e69f00', 'o'), 'MLP': ('#009e73', 's')}  # of sublayers
+
+
+def depth(modes, path):
+    """ The depth-mixing matrices, one a panel: row = who reads, column = what is read, colour = mean weight. """
+    pyplot = plt()
+    from matplotlib.colors import FuncNorm
+    shown = {label: m for label, m in modes.items() if m['matrix']}
+    if not shown:
+        return
+    columns, weights = min(len(shown), 4), [w for m in shown.values() for row in m['matrix'] for w in row]
+    lines = -(-len(shown) // columns)
+    figure, axes = pyplot.subplots(lines, columns, squeeze=False, layout='constrained',
+                                   figsize=(3.2 * columns + 0.8, 3.3 * lines + 0.6))
+    high = max(1.0, *np.abs(weights))
+    low = -high if min(weights) < -0.01 else 0
+    norm = FuncNorm((lambda x: np.sign(x) * np.abs(x) ** 0.5, lambda x: np.sign(x) * x ** 2), low, high)
+    for ax in axes.flat[len(shown):]:
+        ax.axis('off')
+    for ax, (label, m) in zip(axes.flat, shown.items(), strict=False):
+        n, S = len(m['matrix']), m['S'] or 1
+        M = np.ma.masked_where(np.triu(np.ones((n, n)), 1), m['matrix'])
+        image = ax.imshow(M, cmap='RdBu' if low else 'Blues', norm=norm)
+        for edge in range(S, n - 1, S) if S > 1 else ():  # between residual blocks
+            ax.plot((-0.5, edge + 0.5, edge + 0.5), (edge - 0.5, edge - 0.5, n - 0.5), color='#d55e00', lw=0.8)
+        for i, (colour, marker) in enumerate(KINDS.values()):
+            rows = np.arange(i, n - 1, 2)
+            ax.scatter(np.full(len(rows), -0.035), rows, s=min(14, 300 / n), color=colour, marker=marker,
+                       transform=ax.get_yaxis_transform(), clip_on=False, lw=0)
+        pairs = range(0, n // 2, -(-n // 26))  # the transformer blocks that have room for a label
+        ax.set_yticks([*(2 * b + 0.5 for b in pairs), n - 1], [*(str(b + 1) for b in pairs), 'output'])
+        ax.set_xticks([0, *(2 * b + 1.5 for b in pairs)], ['emb.', *(str(b + 1) for b in pairs)])
+        ax.tick_params(length=0, labelsize=7)
+        ax.tick_params(axis='y', pad=9)
+        ax.grid(False)
+        ax.set_title(label)
+    figure.supylabel('who reads: transformer block', fontsize=9)
+    figure.supxlabel('what is read: embedding, outputs of transformer block', fontsize=9)
+    figure.colorbar(image, ax=axes, label='mean weight', shrink=0.8, format='%g',
+                    ticks=[t for t in (-4, -1, -0.3, 0, 0.01, 0.1, 0.3, 1, 2, 4, 8, 16) if low <= t <= high])
+    handles = [pyplot.Line2D([], [], color=c, marker=k, ls='', ms=4, label=f'{x} reads') for x, (c, k) in KINDS.items()]
+    if any((m['S'] or 1) > 1 for m in shown.values()):
+        handles.append(pyplot.Line2D([], [], color='#d55e00', lw=1, label='between residual blocks'))
+    figure.legend(handles=handles, loc='outside upper center', ncols=3, fontsize=8)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def dynamics(modes, path):
+    """ How large the stream, what is added to it and the gradient of that are along depth, a line a mode. """
+    pyplot = plt()
+    figure, axes = pyplot.subplots(1, 3, figsize=(10.5, 3.4), layout='constrained')
+    titles = {'stream': 'the sum that a sublayer adds to', 'output': 'what it adds', 'gradient': 'gradient of that'}
+    for ax, (key, title) in zip(axes, titles.items(), strict=True):
+        for i, (label, m) in enumerate(modes.items()):
+            ax.plot(range(1, len(m[key]) + 1), m[key], color=COLOURS[i % len(COLOURS)], marker='.', ms=4, lw=1.3,
+                    ls='--' if i >= len(COLOURS) else '-', label=label)
+        ax.set_yscale('log')
+        ax.yaxis.set_major_locator(pyplot.LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter('{x:g}')
+        ax.yaxis.set_minor_formatter(pyplot.NullFormatter())
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel('sublayer (odd: attention, even: MLP)')
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel('root mean square')
+    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', fontsize=8)
     figure.savefig(path)
     pyplot.close(figure)

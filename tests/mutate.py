@@ -2,89 +2,87 @@
 
     python tests/mutate.py [--list] [--jobs=2] [--only=SUBSTRING]
 
-Each change is tried in a temporary copy of the repository, never here. The changes are generic and made on the syntax
-tree: operators and comparisons are swapped, constants shifted, conditions forced, calls replaced by what they were
-called on, keyword arguments, tuple elements, slice bounds, decorators and statements dropped. A survivor is a line
-without a test, or belongs into EQUIVALENT with the reason why no test could tell. To cover more code, add a file, the
-names in it and its test files to TARGETS.
+Each change is tried in a temporary copy of the repository, never here. Operators and comparisons are swapped, constants
+shifted, conditions forced, calls replaced by what they were called on; keyword arguments, tuple elements, slice bounds,
+decorators and statements are dropped. A survivor needs a test, or a line in EQUIVALENT that says why none could tell.
 """
 import argparse
 import ast
 import collections
 import contextlib
-import copy
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from tqdm import tqdm
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120  # per change; longer means that it loops for ever, which is noticed
 
-TARGETS = {  # file: (functions, classes or Class.method, test files)
+TARGETS = {  # file: (its functions and classes to break, test files)
     'model.py': ('GPTConfig Standard DepthAttention AttnRes FullAttnRes BlockAttnRes LayerNorm Cache '
                  'CausalSelfAttention MLP Sublayer Block GPT load_checkpoint model_config check_sampling pick',
-                 ['tests/test_model.py']),
+                 ('tests/test_model.py',)),
 }
-EQUIVALENT = {  # (name, old text, new text): why nothing can tell
-    ('DepthAttention.forward', 'zip(self.alpha(w, v), v, strict=True)', 'zip(self.alpha(w, v), v)'): 'equally long',
-    ('DepthAttention.forward', 'True', 'False'): 'strict: equally long',
-    ('DepthAttention.forward', '0', '1'): 'v[0].dtype: sources have one dtype',
+EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can tell
+    ('DepthAttention.forward', '', 'zip(self.alpha(w, v), v, strict=True)', 'zip(self.alpha(w, v), v)'): 'equally long',
+    ('DepthAttention.forward', 'strict', 'True', 'False'): 'equally long by construction',
+    ('DepthAttention.forward', 'h.to(v[0].dtype)', '0', '1'): 'all sources have one dtype',
+    ('pick', '(-1', '-1', '1'): 'two dimensions: the last is 1',
+    ('pick', 'max(temperature', '1e-30', '2e-30'): 'any number that float32 can divide by',
+    ('pick', 'top_k <', 'top_k < logits.size(-1)', '(top_k <= logits.size(-1))'): 'all of them or no cut',
+    ('pick', 'top_p <', 'top_p < 1', '(top_p <= 1)'): 'all of them or no cut',
+    ('pick', 'top_p <', '1', '2'): 'all of them or no cut',
+    ('pick', 'scatter', 'torch.zeros_like(enough)', 'enough'): 'a permutation: every place is written',
+    ('GPT.configure_optimizers', 'AdamW', 'tuple(betas)', 'betas'): 'AdamW makes it a tuple too',
+    ('CausalSelfAttention.forward', 'if past', 'past and T > 1', 'True'): 'without a past it is the causal mask again',
+    ('CausalSelfAttention.forward', 'if past', 'past and T > 1', '(past or T > 1)'): 'the same, or a mask of ones',
+    ('CausalSelfAttention.forward', 'T > 1', 'T > 1', '(T >= 1)'): 'one query: a mask of ones',
+    ('load_checkpoint', 'torch.load', 'torch.load(path, map_location=device, weights_only=True)',
+     'torch.load(path, map_location=device)'): 'the default since torch 2.6',
+    ('GPT.sublayers', 'checkpoint', 'False', 'True'): 'the other implementation, with the same gradients',
 }
 
-SWAP = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mod,
-        ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.MatMult: ast.Mult,
-        ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-        ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And}
-MODULES = {'torch', 'nn', 'F', 'math', 'kernels', 'os', 'np', 'tl', 'triton', 'super()'}
+PAIRS = 'Add Sub, Mult Div, FloorDiv Mod, BitOr BitAnd, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or'
+SWAP = {getattr(ast, a): getattr(ast, b) for pair in PAIRS.split(', ') for a, b in itertools.permutations(pair.split())}
+SWAP |= {ast.Pow: ast.Mult, ast.MatMult: ast.Mult}
+MODULES = {'torch', 'nn', 'F', 'math', 'kernels', 'os', 'np', 'tl', 'triton', 'super()'}  # no receivers
 WRAP = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.UnaryOp)
-
-
-def without(items, i):
-    return items[:i] + items[i + 1:]
-
-
-def changed(node, **fields):
-    """a shallow copy with other fields"""
-    node = copy.copy(node)
-    for name, value in fields.items():
-        setattr(node, name, value)
-    return node
 
 
 def variants(node):
     """The nodes that may stand in node's place."""
+    def changed(node, **fields):
+        return type(node)(**(vars(node) | fields))
     if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(node.op) in SWAP:
         yield changed(node, op=SWAP[type(node.op)]())
-    if isinstance(node, ast.Compare):
-        for i, op in enumerate(node.ops):
-            yield changed(node, ops=[*node.ops[:i], SWAP[type(op)](), *node.ops[i + 1:]])
+    for i, op in enumerate(getattr(node, 'ops', [])):
+        yield changed(node, ops=[*node.ops[:i], SWAP[type(op)](), *node.ops[i + 1:]])
     if isinstance(node, ast.UnaryOp):
         yield node.operand
-    if isinstance(node, ast.Constant) and not isinstance(node.value, str) and node.value is not None:
-        value = node.value
-        yield ast.Constant(not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else
-                           2 * value if value else 1.0)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield ast.Constant(node.value + '_')
+    if isinstance(node, ast.Constant) and node.value is not None:
+        change = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: 2 * x or 1.0, str: lambda x: x + '_'}
+        yield ast.Constant(change[type(node.value)](node.value))
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) not in MODULES:
             yield node.func.value
         elif node.args and not isinstance(node.args[0], ast.Starred):
             yield node.args[0]
-        for i in range(len(node.keywords)):
-            yield changed(node, keywords=without(node.keywords, i))
+        for i in (i for i, k in enumerate(node.keywords) if k.arg not in ('device', 'map_location')):  # there is one
+            yield changed(node, keywords=node.keywords[:i] + node.keywords[i + 1:])
     if isinstance(node, ast.IfExp):
         yield from (node.body, node.orelse)
     if isinstance(node, (ast.If, ast.While)):
         yield from (changed(node, test=ast.Constant(value)) for value in (True, False))
     if isinstance(node, (ast.Tuple, ast.List)) and isinstance(node.ctx, ast.Load):
-        yield from (changed(node, elts=without(node.elts, i)) for i in range(len(node.elts)) if len(node.elts) > 1)
+        for i in range(len(node.elts) if len(node.elts) > 1 else 0):
+            yield changed(node, elts=node.elts[:i] + node.elts[i + 1:])
     if isinstance(node, ast.Slice):
         yield from (changed(node, **{bound: None}) for bound in ('lower', 'upper') if getattr(node, bound))
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Expr)):
@@ -96,16 +94,12 @@ def skipped(tree):
     ids = set()
     for node in ast.walk(tree):
         words = []
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            words = [node]
-        elif isinstance(node, (ast.Raise, ast.JoinedStr)):
+        if isinstance(node, (ast.Raise, ast.JoinedStr)) or type(node) is ast.Expr and type(node.value) is ast.Constant:
             words = [node]
         elif isinstance(node, ast.AnnAssign):
             words = [node.annotation]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'check':
             words = [node.func, node.args[-1], *(a for a in node.args if isinstance(a, ast.Constant))]
-        elif isinstance(node, ast.FunctionDef):
-            words = [a.annotation for a in node.args.args if a.annotation]
         ids.update(id(x) for word in words for x in ast.walk(word))
     return ids
 
@@ -114,9 +108,7 @@ def mutants():
     """(file, name, line, start byte, end byte, old, new, tests) of every change"""
     for file, (names, tests) in TARGETS.items():
         source = (ROOT / file).read_bytes()
-        starts = [0]
-        for line in source.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
+        starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
         tree = ast.parse(source)
         skip, seen = skipped(tree), {source}
 
@@ -133,10 +125,9 @@ def mutants():
         for top in tree.body:
             if getattr(top, 'name', None) not in names.split():
                 continue
-            for node in ast.walk(top):
-                for decorator in getattr(node, 'decorator_list', []):
-                    start, end = place(decorator)
-                    yield file, top.name, node.lineno, start - 1, end, '@' + ast.unparse(decorator), '', tests
+            for decorator in (d for node in ast.walk(top) for d in getattr(node, 'decorator_list', [])):
+                start, end = place(decorator)
+                yield file, top.name, decorator.lineno, start - 1, end, '@' + ast.unparse(decorator), '', tests
             for node, new, name in walk(top, top.name):
                 (start, end), old = place(node), ast.unparse(node)
                 if isinstance(new, (ast.If, ast.While)):  # the condition only: the body keeps its layout
@@ -152,14 +143,11 @@ def mutants():
                     yield file, name, node.lineno, start, end, old, text, tests
 
 
-class BreadthFirst:
-    """One case of every test comes first, then the second cases, and so on: a broken line is found sooner."""
+class BreadthFirst:  # one case of every test, then their second cases, and so on: a broken line is found sooner
     @staticmethod
     def pytest_collection_modifyitems(items):
-        seen, order = collections.Counter(), {}
-        for item in items:
-            order[item] = seen[item.function]
-            seen[item.function] += 1
+        count = collections.defaultdict(itertools.count)
+        order = {item: next(count[item.function]) for item in items}
         items.sort(key=order.get)
 
 
@@ -186,34 +174,31 @@ def run(mutant):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--list', action='store_true', help='show the changes, run nothing')
-    parser.add_argument('--only', action='append',
-                        help='only changes whose "file:line name: old -> new" contains this (repeatable)')
+    parser.add_argument('--only', action='append', help='part of a "file:line name: old -> new" (repeatable)')
     parser.add_argument('--jobs', type=int, default=1)
     args = parser.parse_args()
 
     def show(m):
         return f'{m[0]}:{m[2]} {m[1]}: {m[5]} -> {m[6] or "(nothing)"}'
     todo = [m for m in mutants() if any(part in show(m) for part in args.only or [''])]
-    known = [m for m in todo if (m[1], m[5], m[6]) in EQUIVALENT]
+    line = {m: (ROOT / m[0]).read_text().splitlines()[m[2] - 1] for m in todo}
+    known = {m: why for m in todo for (name, part, *change), why in EQUIVALENT.items()
+             if name == m[1] and part in line[m] and change == [m[5], m[6]]}
     if args.list:
-        print('\n'.join(map(show, todo)))
-        return
+        return print(*map(show, todo), sep='\n')
     import pytest  # noqa: F401  loaded once, here, so that each forked process starts at once
     import torch._dynamo  # noqa: F401
-    start, survivors = time.time(), []
+    survivors, rest = [], [m for m in todo if m not in known]
     with multiprocessing.get_context('fork').Pool(args.jobs, maxtasksperchild=1) as pool:
         same = {m[0]: (*m[:3], 0, 0, '', '', m[7]) for m in todo}
         if not all(passed for _, passed in pool.map(run, same.values())):
             sys.exit('the tests fail already without a change')
-        for i, (m, passed) in enumerate(pool.imap_unordered(run, [m for m in todo if m not in known])):
+        for m, passed in tqdm(pool.imap_unordered(run, rest), total=len(rest), mininterval=5):
             if passed:
                 survivors.append(m)
-                print('SURVIVED', show(m), flush=True)
-            elif i % 20 == 0:
-                print(f'{i} of {len(todo)}, {time.time() - start:.0f} s', file=sys.stderr, flush=True)
+                tqdm.write(f'SURVIVED {show(m)}')
     print(f'\n{len(todo)} changes, {len(known)} explained, {len(survivors)} survived')
-    for m in known:
-        print('explained', show(m), '|', EQUIVALENT[m[1], m[5], m[6]])
+    print(*(f'explained {show(m)} | {why}' for m, why in known.items()), sep='\n')
     sys.exit(bool(survivors))
 
 

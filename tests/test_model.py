@@ -9,7 +9,7 @@ import reference
 import torch
 
 import kernels
-from model import GPT, RESIDUALS, Cache, DepthAttention, GPTConfig, model_config, pick
+from model import GPT, RESIDUALS, Cache, DepthAttention, GPTConfig, load_checkpoint, model_config, pick
 
 V, D, T = 11, 8, 5
 MODES = [('standard', 1), ('full', 1), ('block', 1), ('block', 2), ('block', 3), ('block', 4), ('block', 6)]  # L = 6
@@ -389,6 +389,15 @@ def test_dropout_acts_in_training_only(mode):
     assert close(model.eval()(idx)[0], expected)
 
 
+@pytest.mark.parametrize('place', ['drop', 'h.0.attn', 'h.0.attn.resid_dropout', 'h.0.mlp.dropout'])
+def test_dropout_acts_at_each_of_its_places(place):
+    model, idx = tiny(n_layer=1), tokens()
+    module = model.transformer.get_submodule(place)
+    assert torch.equal(model(idx)[0], model(idx)[0])
+    setattr(module, 'dropout' if place == 'h.0.attn' else 'p', 0.4)
+    assert not close(model(idx)[0], model(idx)[0], 1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', MODES[:4])
 def test_compiles_whole_with_equal_gradients(mode):
@@ -406,7 +415,7 @@ def test_compiles_whole_with_equal_gradients(mode):
 # ---------------------------------------------------------------------------------------------------------------------
 # decoding
 
-@pytest.mark.parametrize('chunks', [[1] * 7, [4, 1, 1, 1], [1, 3, 3], [7]])
+@pytest.mark.parametrize('chunks', [[1] * 7, [4, 1, 1, 1], [1, 3, 3], [3, 2, 2], [7]])
 @pytest.mark.parametrize('mode', MODES)
 def test_cached_decoding_equals_the_full_forward(mode, chunks):
     model, idx = tiny(*mode).eval(), tokens(7)
@@ -505,19 +514,23 @@ def test_pick_draws_from_the_right_distribution(temperature, top_k, top_p):
 def test_pick_defaults_and_edges():
     logits = torch.full((1000, V), -1e9)
     logits[:, 3] = logits[:, 7] = 0.0  # half and half
-    assert len(pick(logits).unique()) == 2  # the default is temperature 1 and no cut
+    assert len(pick(logits).unique()) == 2  # no cut by default
+    assert len(pick(logits, temperature=0).unique()) == 1  # nothing is drawn
     assert len(pick(logits, top_p=0.5).unique()) == 1  # the first suffices
     assert len(pick(logits, top_p=0.51).unique()) == 2
     torch.manual_seed(1)
     a = pick(logits, generator=torch.Generator().manual_seed(4))
     assert torch.equal(a, pick(logits, generator=torch.Generator().manual_seed(4)))
     assert pick(torch.tensor([[1.0, 3, 2]]), temperature=0).tolist() == [[1]]
+    logits = torch.randn(1000, V)
+    a, b, c = (pick(logits, *t, generator=torch.Generator().manual_seed(4)) for t in ([], [1.0], [2.0]))
+    assert torch.equal(a, b) and not torch.equal(a, c)  # temperature 1 by default
 
 
 @pytest.mark.parametrize('temperature', [1e-3, 1e-30, 1e-40, 1e-60, 5e-324])
 @pytest.mark.parametrize('cut', [{}, dict(top_k=3), dict(top_p=0.9)])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature, cut):
-    logits = torch.randn(50, V) * 1e4
+    logits = torch.randn(50, V) * 1e9
     assert torch.equal(pick(logits, temperature, **cut), logits.argmax(-1, keepdim=True))
 
 
@@ -688,6 +701,7 @@ def test_a_checkpoint_brings_the_function_back(mode, tmp_path):
     again = GPT.from_checkpoint(tmp_path / 'x.pt', kernel='reference')
     assert not again.training and again.config == model.config
     assert torch.equal(again(idx)[0], model.eval()(idx)[0])
+    assert load_checkpoint(tmp_path / 'x.pt')['model'].keys() == model.state_dict().keys()
 
 
 def test_the_kernel_is_not_part_of_a_checkpoint(tmp_path):
@@ -748,5 +762,5 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
     dict(model_config=dict(n_layer=-1))])
 def test_a_checkpoint_that_contradicts_itself_is_named(change, tmp_path):
     save(tmp_path / 'odd.pt', tiny('block', 2), **change)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match='odd.pt'):
         GPT.from_checkpoint(tmp_path / 'odd.pt')

@@ -1,0 +1,171 @@
+"""
+Shows what the sublayers of trained models read: the depth-mixing matrix M, and the dynamics along depth.
+
+    python compare.py depth CHECKPOINT_DIR [CHECKPOINT_DIR ... --out=FOLDER]
+
+h_l = sum_i M_li v_i, token by token. Row l: the read of sublayer l, the last row the output's. Column 0: the embedding,
+column i + 1: the output of sublayer i. With its gates held, every rule but ddl is linear in these sources, so M is
+measured, not derived: the rule runs again with the gates it had and a unit vector for each source. M counts only if
+M v gives back what the sublayers really read.
+"""
+import json
+import math
+import os
+from dataclasses import dataclass
+from statistics import fmean
+from types import SimpleNamespace
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import baselines  # noqa: F401 - importing it registers its rules, so that their checkpoints load
+import config as configuration
+from experiments import pictures
+from experiments.common import environment, table, write_json
+from model import GPT, load_checkpoint
+from train import Data, pick_device
+
+
+@dataclass
+class DepthConfig:
+    out: str = ''  # folder for depth.json, depth.png and dynamics.png; by default that of the only checkpoint
+    batch_size: int = 4  # sequences in a batch
+    eval_iters: int = 16  # batches, spread evenly over the validation text; 0: all of it
+    device: str = 'auto'  # auto | cpu | cuda | cuda:N | mps
+
+    def __post_init__(self):
+        check = configuration.checker(self)
+        for key, least in (('batch_size', 1), ('eval_iters', 0)):
+            check(key, least <= getattr(self, key) < 2**31, f'a whole number from {least} to 2**31 - 1')
+
+
+class Gates(TorchFunctionMode):
+    """ Notes every softmax, sigmoid, tanh and exp; given noted ones, returns these instead of computing them. """
+    def __init__(self, noted=None):
+        super().__init__()
+        self.noted, self.replay = [], noted and iter(noted)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, '__name__', '') not in ('softmax', 'sigmoid', 'tanh', 'exp'):
+            return func(*args, **kwargs or {})
+        self.noted.append(next(self.replay) if self.replay else func(*args, **kwargs or {}))
+        return self.noted[-1]
+
+
+def reads(rule, v):
+    """ What the L sublayers and the output read if the sources are v, (L + 1, B, T, D) -> the same shape """
+    h = []
+    last = rule(v[0], [lambda x, y=y: h.append(x) or y for y in v[1:]])
+    return torch.stack([*h, last])
+
+
+@torch.no_grad()
+def mixing(rule, v):
+    """ M (L + 1 reads, L + 1 sources, B, T), v: the sources (L + 1, B, T, D). None if reads are no weighted sums. """
+    with Gates() as gates:
+        h = reads(rule, v)
+    M = v.new_zeros(len(v), *v.shape[:-1])
+    for some in torch.arange(len(v)).split(v.size(-1)):  # a channel for each source, as many at a time as there are
+        unit = torch.zeros_like(v)
+        unit[some, ..., torch.arange(len(some))] = 1
+        with Gates(gates.noted):
+            M[:, some] = reads(rule, unit)[..., :len(some)].movedim(-1, 1)
+    error = (torch.einsum('lsbt,sbtd->lbtd', M, v) - h).norm() / h.norm()
+    return M if error < 1e-4 else None
+
+
+def watched(model, idx, targets):
+    """ (loss, sources: embedding, y_0 .. y_L-1, reads: h_0 .. h_L) of one forward pass, all in its graph """
+    v, h = [], []
+
+    def before(module, args):
+        v.append(args[0])
+        return args[0], [lambda x, f=f: h.append(x) or v.append(f(x)) or v[-1] for f in args[1]]
+    hooks = (model.residual.register_forward_pre_hook(before),
+             model.residual.register_forward_hook(lambda module, args, out: h.append(out)))
+    loss = model(idx, targets)[1]
+    for hook in hooks:
+        hook.remove()
+    return loss, v, h
+
+
+def observe(model, batches):
+    """ Means over the tokens of batches, lists by depth; matrix, spread, entropy are None where the rule has none.
+
+    matrix, spread: M and the standard deviation of its entries over tokens. entropy: of a read's weights, in nats;
+    most: that of equal ones. output, read: rms of y_l, of h_l. gradient: rms of d(summed loss) / dy_l. stream: rms of
+    the sum that y_l went into, in AttnRes that of its residual block so far, in other rules what is read next.
+    """
+    S, total, count = getattr(model.residual, 'S', None), {}, 0
+    for idx, targets in batches:
+        loss, v, h = watched(model, idx, targets)
+        grads = torch.autograd.grad(loss * idx.numel(), v[1:])
+        stream = [sum(v[1 + l - l % S:l + 2]) for l in range(len(grads))] if S else h[1:]
+        now = {k: torch.stack([x.detach().double().square().mean() for x in xs]) for k, xs in
+               {'output': v[1:], 'read': h, 'stream': stream, 'gradient': grads}.items()}
+        if (M := mixing(model.residual, torch.stack(v).detach())) is not None:
+            M = M.double().flatten(2)  # (L + 1, L + 1, tokens)
+            p = M[:, [0, *range(1, len(M), S or 1)]]  # the weight of a residual block counts once
+            one = ((p.sum(1) - 1).abs() < 1e-4).all()  # other weights have no entropy
+            now |= {'matrix': M.mean(-1), 'spread': M.square().mean(-1),
+                    'entropy': -torch.xlogy(p, p).sum(1).mean(-1) if one else M[0, :, 0] * math.nan}
+        total = {k: total.get(k, 0) + len(idx) * x for k, x in now.items()}
+        count += len(idx)
+    out = {k: x / count for k, x in total.items()}
+    if 'matrix' in out:
+        out['spread'] = (out['spread'] - out['matrix'].square()).clamp(min=0)
+    out |= {k: out[k].sqrt() for k in out.keys() - {'matrix', 'entropy'}}
+    most = [math.log(1 + -(-l // (S or 1))) for l in range(len(h))]
+    return dict.fromkeys(('matrix', 'spread', 'entropy')) | {'S': S, 'most': most} | {
+        k: x.tolist() for k, x in sorted(out.items()) if x.isfinite().all()}
+
+
+def examine(folder, cfg, device):
+    """ (label, what observe says) of the checkpoint in folder, on its own validation text """
+    model, run = GPT.from_checkpoint(folder, device, 'reference'), load_checkpoint(os.path.join(folder, 'ckpt.pt'))
+    c, dataset = model.config, run.get('config', {}).get('dataset', '')
+    data = Data(SimpleNamespace(**vars(cfg), dataset=dataset, n_ctx=c.n_ctx, vocab_size=0), device)
+    if run.get('tokenizer') != data.meta['tokenizer']:
+        raise ValueError(f'{folder}: must have the tokenizer that dataset={dataset!r} has now')
+    label = c.residual + (f':{c.residual_blocks}' if c.residual == 'block' else '')
+    return label, {'checkpoint': folder} | observe(model, data.val_batches())
+
+
+def cells(m):
+    """ A row of the table: means over attention's / MLP's reads without the first; first to last sublayer. """
+    columns = []
+    if m['matrix']:
+        columns += [[r[0] for r in m['matrix']], [r[l] for l, r in enumerate(m['matrix'])],
+                    [fmean(r[:l + 1]) for l, r in enumerate(m['spread'])]]
+    if m['entropy']:
+        columns += [[e / (most or 1) for e, most in zip(m['entropy'], m['most'], strict=True)]]
+    means = [[fmean(part or [math.nan]) for part in (x[2:-1:2], x[1:-1:2])] for x in columns]
+    return [*(f'{a:.3f} / {b:.3f}' for a, b in means), *['none'] * (4 - len(means)),
+            *(f'{m[k][0]:.3g} to {m[k][-1]:.3g}' for k in ('stream', 'gradient'))]
+
+
+def main(argv):
+    folders = [a for a in argv if not a.startswith('-') and not a.endswith('.toml')]
+    values = configuration.parse(DepthConfig, [a for a in argv if a not in folders], __doc__.split('\n\n')[0])
+    cfg, modes = configuration.build(DepthConfig, values), {}
+    try:
+        if len(folders) != 1 and not (folders and cfg.out):
+            raise ValueError(f'{len(folders)} CHECKPOINT_DIRs: must be one, or several and --out=FOLDER')
+        device, out = pick_device(cfg.device), cfg.out or folders[0]
+        for folder in folders:
+            label, m = examine(folder, cfg, device)
+            modes[f'{label} ({folder})' if label in modes else label] = m
+        os.makedirs(out, exist_ok=True)
+    except (ValueError, OSError) as e:
+        configuration.fail(e)
+    head = ('weight of embedding', 'of newest output', 'sd over tokens', 'entropy / most', 'stream rms', 'gradient rms')
+    rows = {label: cells(m) for label, m in modes.items()}
+    print(table([('attention / MLP', *head), *((label, *row) for label, row in rows.items())]))
+    for label in (label for label, m in modes.items() if not m['matrix']):
+        print(f'{label}: what is read is no weighted sum of the outputs: no matrix')
+    data = {'command': ' '.join(['python compare.py depth', *argv]), **environment(device)}
+    write_json(os.path.join(out, 'depth.json'), data | {'modes': modes})
+    pictures.depth(modes, os.path.join(out, 'depth.png'))
+    pictures.dynamics(modes, os.path.join(out, 'dynamics.png'))
+    print(json.dumps(data | {'out': out, 'columns': head, 'modes': rows}))
+    return data | {'modes': modes}
