@@ -41,7 +41,6 @@ from torch.nn import functional as F
 
 KERNELS = ('auto', 'reference', 'torch', 'triton')
 CHUNK = 5  # reads that go over the older sources together
-FEW = 8    # up to so many tokens a forward without gradients takes the short way
 
 
 def depth_attention(h, sublayers, query, S, eps, path):
@@ -52,8 +51,8 @@ def depth_attention(h, sublayers, query, S, eps, path):
     """
     L, D = len(sublayers), h.size(-1)
     R, T = L + 1, h.numel() // D
-    if T <= FEW and not torch.is_grad_enabled():
-        return _few(h, sublayers, query, S, eps)
+    if T == 1 and not torch.is_grad_enabled() and not torch.is_autocast_enabled(h.device.type):
+        return _one(h, sublayers, query, S, eps)
     wide = torch.promote_types(h.dtype, torch.float32)  # of scores, weights and sums
     source = h.new_empty(R, T, D)
     alpha = h.new_empty(_start(R, R, S), T, dtype=wide)  # scores until read, then weights
@@ -69,26 +68,29 @@ def depth_attention(h, sublayers, query, S, eps, path):
     return h
 
 
-def _few(h, sublayers, query, S, eps):
-    """ The same, as few operations as possible: for decoding, where launching them is all the cost. """
-    D, L, n = h.size(-1), len(sublayers), 0
-    v = query.new_empty(h.numel() // D, L // S + 2, D, dtype=torch.promote_types(h.dtype, torch.float32))
-    key, query = torch.empty_like(v), query.to(v.dtype)
-    y, out = h.reshape(-1, D), h
+def _one(h, sublayers, query, S, eps):
+    """ The same for one token, in as few operations as possible: in decoding, launching them is all the cost.
+
+    sqrt(D eps) stands behind every source, so one norm gives |v, sqrt(D eps)| = sqrt(D) / r.
+    """
+    L, D, n = len(sublayers), h.size(-1), 0
+    v = torch.full((L // S + 2, D + 1), (D * eps) ** 0.5, dtype=torch.promote_types(h.dtype, torch.float32),
+                   device=h.device)
+    norm, query, y = v.new_empty(len(v)), (query * D ** 0.5).to(v.dtype).unbind(), h
     for l in range(L + 1):
         if l == 0 or (l - 1) % S == 0:
             n += 1
-            v[:, n - 1] = y
+            new, new_norm, source, norms = v[n - 1], norm[n - 1], v[:n, :D], norm[:n]  # a view costs as much as a sum
+            into = source[-1].copy_(y.reshape(D))
         else:
-            v[:, n - 1] += y
-        with torch.autocast(h.device.type, enabled=False):
-            key[:, n - 1] = F.rms_norm(v[:, n - 1], (D,), eps=eps)
-            if l > 0:
-                a = torch.softmax(key[:, :n] @ query[l], -1)  # (T, n)
-                out = (a.unsqueeze(1) @ v[:, :n]).view(h.shape).to(h.dtype)
+            into += y.reshape(D)
+        torch.linalg.vector_norm(new, out=new_norm)
+        if l > 0:
+            a = torch.mv(source, query[l]).div_(norms).softmax(0)  # (n,)
+            h = torch.mv(source.t(), a).view(h.shape).to(h.dtype)
         if l < L:
-            y = sublayers[l](out).reshape(-1, D)
-    return out
+            y = sublayers[l](h)
+    return h
 
 
 # -----------------------------------------------------------------------------

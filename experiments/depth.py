@@ -3,10 +3,9 @@ Shows what the sublayers of trained models read: the depth-mixing matrix M, and 
 
     python compare.py depth CHECKPOINT_DIR [CHECKPOINT_DIR ... --out=FOLDER]
 
-h_l = sum_i M_li v_i, token by token. Row l: the read of sublayer l, the last row the output's. Column 0: the embedding,
-column i + 1: the output of sublayer i. With its gates held, every rule but ddl is linear in these sources, so M is
-measured, not derived: the rule runs again with the gates it had and a unit vector for each source. M counts only if
-M v gives back what the sublayers really read.
+h_l = sum_i M_li v_i, token by token. Row l: the read of sublayer l, last the output's. Column 0: the embedding, column
+i + 1: the output of sublayer i. Gates held, every rule but ddl is linear in these sources, so M is measured: the rule
+runs again with the gates it had and unit vectors as sources. M counts only if M v is what was really read.
 """
 import json
 import math
@@ -25,6 +24,8 @@ from experiments.common import environment, table, write_json
 from model import GPT, load_checkpoint
 from train import Data, pick_device
 
+HEAD = ('weight of embedding', 'of newest output', 'sd over tokens', 'entropy / most', 'stream rms', 'gradient rms')
+
 
 @dataclass
 class DepthConfig:
@@ -35,8 +36,8 @@ class DepthConfig:
 
     def __post_init__(self):
         check = configuration.checker(self)
-        for key, least in (('batch_size', 1), ('eval_iters', 0)):
-            check(key, least <= getattr(self, key) < 2**31, f'a whole number from {least} to 2**31 - 1')
+        check('batch_size', 1 <= self.batch_size < 2**31, 'a whole number, 1 or more')
+        check('eval_iters', 0 <= self.eval_iters < 2**31, 'a whole number, 0 or more')
 
 
 class Gates(TorchFunctionMode):
@@ -74,49 +75,43 @@ def mixing(rule, v):
     return M if error < 1e-4 else None
 
 
-def watched(model, idx, targets):
-    """ (loss, sources: embedding, y_0 .. y_L-1, reads: h_0 .. h_L) of one forward pass, all in its graph """
+def watch(model):
+    """ Two lists that every forward pass fills anew: the sources embedding, y_0 .. y_L-1 and the reads h_0 .. h_L. """
     v, h = [], []
 
     def before(module, args):
-        v.append(args[0])
+        v[:], h[:] = args[:1], []
         return args[0], [lambda x, f=f: h.append(x) or v.append(f(x)) or v[-1] for f in args[1]]
-    hooks = (model.residual.register_forward_pre_hook(before),
-             model.residual.register_forward_hook(lambda module, args, out: h.append(out)))
-    loss = model(idx, targets)[1]
-    for hook in hooks:
-        hook.remove()
-    return loss, v, h
+    model.residual.register_forward_pre_hook(before)
+    model.residual.register_forward_hook(lambda module, args, last: h.append(last))
+    return v, h
 
 
 def observe(model, batches):
-    """ Means over the tokens of batches, lists by depth; matrix, spread, entropy are None where the rule has none.
+    """ Means over the tokens of batches, lists by depth; matrix and entropy are None if the rule has none.
 
     matrix, spread: M and the standard deviation of its entries over tokens. entropy: of a read's weights, in nats;
     most: that of equal ones. output, read: rms of y_l, of h_l. gradient: rms of d(summed loss) / dy_l. stream: rms of
     the sum that y_l went into, in AttnRes that of its residual block so far, in other rules what is read next.
     """
-    S, total, count = getattr(model.residual, 'S', None), {}, 0
+    S, seen, (v, h) = getattr(model.residual, 'S', None), [], watch(model)
     for idx, targets in batches:
-        loss, v, h = watched(model, idx, targets)
-        grads = torch.autograd.grad(loss * idx.numel(), v[1:])
+        grads = torch.autograd.grad(model(idx, targets)[1] * idx.numel(), v[1:])
         stream = [sum(v[1 + l - l % S:l + 2]) for l in range(len(grads))] if S else h[1:]
         now = {k: torch.stack([x.detach().double().square().mean() for x in xs]) for k, xs in
                {'output': v[1:], 'read': h, 'stream': stream, 'gradient': grads}.items()}
         if (M := mixing(model.residual, torch.stack(v).detach())) is not None:
             M = M.double().flatten(2)  # (L + 1, L + 1, tokens)
             p = M[:, [0, *range(1, len(M), S or 1)]]  # the weight of a residual block counts once
-            one = ((p.sum(1) - 1).abs() < 1e-4).all()  # other weights have no entropy
-            now |= {'matrix': M.mean(-1), 'spread': M.square().mean(-1),
-                    'entropy': -torch.xlogy(p, p).sum(1).mean(-1) if one else M[0, :, 0] * math.nan}
-        total = {k: total.get(k, 0) + len(idx) * x for k, x in now.items()}
-        count += len(idx)
-    out = {k: x / count for k, x in total.items()}
+            one = 0 if ((p.sum(1) - 1).abs() < 1e-4).all() else math.nan  # other weights have no entropy
+            now |= dict(matrix=M.mean(-1), spread=M.square().mean(-1), entropy=one - torch.xlogy(p, p).sum(1).mean(-1))
+        seen.append((len(idx), now))
+    out = {k: sum(n * now[k] for n, now in seen) / sum(n for n, _ in seen) for k in now}
     if 'matrix' in out:
         out['spread'] = (out['spread'] - out['matrix'].square()).clamp(min=0)
     out |= {k: out[k].sqrt() for k in out.keys() - {'matrix', 'entropy'}}
     most = [math.log(1 + -(-l // (S or 1))) for l in range(len(h))]
-    return dict.fromkeys(('matrix', 'spread', 'entropy')) | {'S': S, 'most': most} | {
+    return {'S': S, 'most': most, 'matrix': None, 'spread': [], 'entropy': None} | {
         k: x.tolist() for k, x in sorted(out.items()) if x.isfinite().all()}
 
 
@@ -133,14 +128,10 @@ def examine(folder, cfg, device):
 
 def cells(m):
     """ A row of the table: means over attention's / MLP's reads without the first; first to last sublayer. """
-    columns = []
-    if m['matrix']:
-        columns += [[r[0] for r in m['matrix']], [r[l] for l, r in enumerate(m['matrix'])],
-                    [fmean(r[:l + 1]) for l, r in enumerate(m['spread'])]]
-    if m['entropy']:
-        columns += [[e / (most or 1) for e, most in zip(m['entropy'], m['most'], strict=True)]]
-    means = [[fmean(part or [math.nan]) for part in (x[2:-1:2], x[1:-1:2])] for x in columns]
-    return [*(f'{a:.3f} / {b:.3f}' for a, b in means), *['none'] * (4 - len(means)),
+    M, sd = m['matrix'] or [], m['spread']
+    columns = [[r[0] for r in M], [r[l] for l, r in enumerate(M)], [fmean(r[:l + 1]) for l, r in enumerate(sd)],
+               [e / (most or 1) for e, most in zip(m['entropy'] or [], m['most'], strict=False)]]
+    return [*(' / '.join(f'{fmean(part):.3f}' for part in (x[2:-1:2], x[1:-1:2]) if part) or 'none' for x in columns),
             *(f'{m[k][0]:.3g} to {m[k][-1]:.3g}' for k in ('stream', 'gradient'))]
 
 
@@ -158,14 +149,11 @@ def main(argv):
         os.makedirs(out, exist_ok=True)
     except (ValueError, OSError) as e:
         configuration.fail(e)
-    head = ('weight of embedding', 'of newest output', 'sd over tokens', 'entropy / most', 'stream rms', 'gradient rms')
     rows = {label: cells(m) for label, m in modes.items()}
-    print(table([('attention / MLP', *head), *((label, *row) for label, row in rows.items())]))
-    for label in (label for label, m in modes.items() if not m['matrix']):
-        print(f'{label}: what is read is no weighted sum of the outputs: no matrix')
-    data = {'command': ' '.join(['python compare.py depth', *argv]), **environment(device)}
-    write_json(os.path.join(out, 'depth.json'), data | {'modes': modes})
+    print(table([(label, *row) for label, row in ({'attention / MLP': HEAD} | rows).items()]))
+    data = {'command': ' '.join(['python compare.py depth', *argv]), **environment(device), 'modes': modes}
+    write_json(os.path.join(out, 'depth.json'), data)
     pictures.depth(modes, os.path.join(out, 'depth.png'))
     pictures.dynamics(modes, os.path.join(out, 'dynamics.png'))
-    print(json.dumps(data | {'out': out, 'columns': head, 'modes': rows}))
-    return data | {'modes': modes}
+    print(json.dumps(data | {'out': out, 'columns': HEAD, 'modes': rows}))
+    return data

@@ -59,14 +59,13 @@ def depth(modes, path):
     if not shown:
         return
     columns, weights = min(len(shown), 4), [w for m in shown.values() for row in m['matrix'] for w in row]
-    lines = -(-len(shown) // columns)
-    figure, axes = pyplot.subplots(lines, columns, squeeze=False, layout='constrained',
-                                   figsize=(3.2 * columns + 0.8, 3.3 * lines + 0.6))
-    high = max(1.0, *np.abs(weights))
+    lines, size = -(-len(shown) // columns), (3.2 * columns + 0.8, 3.3 * -(-len(shown) // columns) + 0.6)
+    figure, axes = pyplot.subplots(lines, columns, squeeze=False, layout='constrained', figsize=size)
+    high = min(2.0, max(1.0, *np.abs(weights)))
     low = -high if min(weights) < -0.01 else 0
     norm = FuncNorm((lambda x: np.sign(x) * np.abs(x) ** 0.5, lambda x: np.sign(x) * x ** 2), low, high)
     for ax in axes.flat[len(shown):]:
-        ax.axis('off')
+        ax.remove()
     for ax, (label, m) in zip(axes.flat, shown.items(), strict=False):
         n, S = len(m['matrix']), m['S'] or 1
         M = np.ma.masked_where(np.triu(np.ones((n, n)), 1), m['matrix'])
@@ -80,14 +79,13 @@ def depth(modes, path):
         pairs = range(0, n // 2, -(-n // 26))  # the transformer blocks that have room for a label
         ax.set_yticks([*(2 * b + 0.5 for b in pairs), n - 1], [*(str(b + 1) for b in pairs), 'output'])
         ax.set_xticks([0, *(2 * b + 1.5 for b in pairs)], ['emb.', *(str(b + 1) for b in pairs)])
-        ax.tick_params(length=0, labelsize=7)
+        ax.tick_params(length=0, labelsize=7, grid_alpha=0)
         ax.tick_params(axis='y', pad=9)
-        ax.grid(False)
         ax.set_title(label)
     figure.supylabel('who reads: transformer block', fontsize=9)
     figure.supxlabel('what is read: embedding, outputs of transformer block', fontsize=9)
-    figure.colorbar(image, ax=axes, label='mean weight', shrink=0.8, format='%g',
-                    ticks=[t for t in (-4, -1, -0.3, 0, 0.01, 0.1, 0.3, 1, 2, 4, 8, 16) if low <= t <= high])
+    figure.colorbar(image, ax=axes, label='mean weight', shrink=0.8, format='%g', extend='max' if high == 2 else None,
+                    ticks=[t for t in (-1, -0.3, -0.1, 0, 0.01, 0.1, 0.3, 0.6, 1, 2) if low <= t <= high])
     handles = [pyplot.Line2D([], [], color=c, marker=k, ls='', ms=4, label=f'{x} reads') for x, (c, k) in KINDS.items()]
     if any((m['S'] or 1) > 1 for m in shown.values()):
         handles.append(pyplot.Line2D([], [], color='#d55e00', lw=1, label='between residual blocks'))

@@ -19,9 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+import torch._dynamo  # noqa: F401  loaded once, so that each forked process starts at once
 from tqdm import tqdm
 
-os.environ.setdefault('OMP_NUM_THREADS', '1')
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120  # per change; longer means that it loops for ever, which is noticed
 
@@ -44,14 +45,18 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('CausalSelfAttention.forward', 'if past', 'past and T > 1', 'True'): 'without a past it is the causal mask again',
     ('CausalSelfAttention.forward', 'if past', 'past and T > 1', '(past or T > 1)'): 'the same, or a mask of ones',
     ('CausalSelfAttention.forward', 'T > 1', 'T > 1', '(T >= 1)'): 'one query: a mask of ones',
+    ('Block.sublayers', '', 'self.attn if cache is None else partial(self.attn, cache=cache)',
+     'partial(self.attn, cache=cache)'): 'None is the default of cache',
+    ('GPT.from_checkpoint', '', 'model.to(device)', 'model'): 'the tests have one device',
     ('load_checkpoint', 'torch.load', 'torch.load(path, map_location=device, weights_only=True)',
      'torch.load(path, map_location=device)'): 'the default since torch 2.6',
     ('GPT.sublayers', 'checkpoint', 'False', 'True'): 'the other implementation, with the same gradients',
+    ('GPT.sublayers', 'checkpoint', 'partial(checkpoint, f, use_reentrant=False)', 'partial(checkpoint, f)'): 'likewise',
 }
 
 PAIRS = 'Add Sub, Mult Div, FloorDiv Mod, BitOr BitAnd, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or'
 SWAP = {getattr(ast, a): getattr(ast, b) for pair in PAIRS.split(', ') for a, b in itertools.permutations(pair.split())}
-SWAP |= {ast.Pow: ast.Mult, ast.MatMult: ast.Mult}
+SWAP[ast.Pow] = ast.Mult
 MODULES = {'torch', 'nn', 'F', 'math', 'kernels', 'os', 'np', 'tl', 'triton', 'super()'}  # no receivers
 WRAP = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.UnaryOp)
 
@@ -64,8 +69,6 @@ def variants(node):
         yield changed(node, op=SWAP[type(node.op)]())
     for i, op in enumerate(getattr(node, 'ops', [])):
         yield changed(node, ops=[*node.ops[:i], SWAP[type(op)](), *node.ops[i + 1:]])
-    if isinstance(node, ast.UnaryOp):
-        yield node.operand
     if isinstance(node, ast.Constant) and node.value is not None:
         change = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: 2 * x or 1.0, str: lambda x: x + '_'}
         yield ast.Constant(change[type(node.value)](node.value))
@@ -76,8 +79,8 @@ def variants(node):
             yield node.args[0]
         for i in (i for i, k in enumerate(node.keywords) if k.arg not in ('device', 'map_location')):  # there is one
             yield changed(node, keywords=node.keywords[:i] + node.keywords[i + 1:])
-    if isinstance(node, ast.IfExp):
-        yield from (node.body, node.orelse)
+    if isinstance(node, (ast.IfExp, ast.UnaryOp)):
+        yield from (getattr(node, part) for part in ('body', 'orelse', 'operand') if hasattr(node, part))
     if isinstance(node, (ast.If, ast.While)):
         yield from (changed(node, test=ast.Constant(value)) for value in (True, False))
     if isinstance(node, (ast.Tuple, ast.List)) and isinstance(node.ctx, ast.Load):
@@ -91,17 +94,15 @@ def variants(node):
 
 def skipped(tree):
     """ids of the nodes that are words, not deeds: docstrings, messages of errors, annotations"""
-    ids = set()
+    words = []
     for node in ast.walk(tree):
-        words = []
         if isinstance(node, (ast.Raise, ast.JoinedStr)) or type(node) is ast.Expr and type(node.value) is ast.Constant:
-            words = [node]
+            words.append(node)
         elif isinstance(node, ast.AnnAssign):
-            words = [node.annotation]
+            words.append(node.annotation)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'check':
-            words = [node.func, node.args[-1], *(a for a in node.args if isinstance(a, ast.Constant))]
-        ids.update(id(x) for word in words for x in ast.walk(word))
-    return ids
+            words += [node.func, node.args[-1], *(a for a in node.args if isinstance(a, ast.Constant))]
+    return {id(x) for word in words for x in ast.walk(word)}
 
 
 def mutants():
@@ -122,9 +123,7 @@ def mutants():
                     yield from ((child, new, name) for new in variants(child))
                     yield from walk(child, inner)
 
-        for top in tree.body:
-            if getattr(top, 'name', None) not in names.split():
-                continue
+        for top in (node for node in tree.body if getattr(node, 'name', None) in names.split()):
             for decorator in (d for node in ast.walk(top) for d in getattr(node, 'decorator_list', [])):
                 start, end = place(decorator)
                 yield file, top.name, decorator.lineno, start - 1, end, '@' + ast.unparse(decorator), '', tests
@@ -155,15 +154,13 @@ def run(mutant):
     """Whether the tests pass with the change made; runs in a process of its own."""
     file, _, _, start, end, _, new, tests = mutant
     with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder) / 'repo'
-        shutil.copytree(ROOT, here, ignore=shutil.ignore_patterns('.*', '__pycache__', 'out', '*.bin', 'assets'))
-        source = (here / file).read_bytes()
-        (here / file).write_bytes(source[:start] + new.encode() + source[end:])
-        os.chdir(here)
+        ignore = shutil.ignore_patterns('.*', '__pycache__', 'out', '*.bin', 'assets')
+        os.chdir(shutil.copytree(ROOT, Path(folder) / 'repo', ignore=ignore))
+        source = Path(file).read_bytes()
+        Path(file).write_bytes(source[:start] + new.encode() + source[end:])
         sys.dont_write_bytecode = True  # a stale .pyc would hide the change
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.alarm(SECONDS)
-        import pytest
         with open(os.devnull, 'w') as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
             code = pytest.main(['-x', '-q', '-p', 'no:cacheprovider', '--assert=plain', *tests], [BreadthFirst()])
         signal.alarm(0)
@@ -186,8 +183,7 @@ def main():
              if name == m[1] and part in line[m] and change == [m[5], m[6]]}
     if args.list:
         return print(*map(show, todo), sep='\n')
-    import pytest  # noqa: F401  loaded once, here, so that each forked process starts at once
-    import torch._dynamo  # noqa: F401
+    torch.set_num_threads(1)  # before the fork
     survivors, rest = [], [m for m in todo if m not in known]
     with multiprocessing.get_context('fork').Pool(args.jobs, maxtasksperchild=1) as pool:
         same = {m[0]: (*m[:3], 0, 0, '', '', m[7]) for m in todo}

@@ -47,12 +47,12 @@ def test_equals_the_oracle(L, S):
     out, want = net.run(S), net.run(S, reference.depth_attention)
     agree([out, *net.grads(out)], [want, *net.grads(want)], 1e-12)
     with torch.no_grad():
-        agree([net.run(S)], [want], 1e-12)  # 10 tokens: more than FEW
+        agree([net.run(S)], [want], 1e-12)
 
 
 @pytest.mark.parametrize('L, S', SHAPES)
 @pytest.mark.parametrize('tokens', [1, 3])
-def test_few_tokens_without_gradients(L, S, tokens):
+def test_one_token_or_a_few_without_gradients(L, S, tokens):
     net = Net(L, shape=(tokens, 1))
     with torch.no_grad():
         out, want = net.run(S), net.run(S, reference.depth_attention)

@@ -466,12 +466,14 @@ def test_generation_goes_on_past_the_window(mode, n_ctx, prompt):
 
 def test_stream_yields_one_column_at_a_time_without_gradients():
     model, idx = tiny('block', 2, n_layer=1).eval(), tokens(2, B=3)
-    columns = []
+    columns, tracked = [], []
+    model.lm_head.register_forward_hook(lambda module, args, logits: tracked.append(logits.requires_grad))
     for column in model.stream(idx, 100, temperature=0):
-        assert column.shape == (3, 1) and column.dtype == torch.int64 and not column.requires_grad
+        assert column.shape == (3, 1) and column.dtype == torch.int64
         columns.append(column)
         if len(columns) == 4:
-            break  # nothing beyond was needed
+            break
+    assert tracked == [False] * 4  # nothing beyond was computed, and no graph kept
     assert torch.equal(torch.cat([idx, *columns], dim=1), model.generate(idx, 4, temperature=0))
     assert torch.equal(model.generate(idx, 0), idx)
 
