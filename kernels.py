@@ -1,54 +1,95 @@
 """
 Depth attention at full speed: what the rules in model.py compute, at little more than the price of a residual add.
 
-Every read l mixes the sources v_0 .. v_l of one token, and of that token alone (R = L + 1 reads, one for the output):
+Read l mixes the sources v_0 .. v_l of one token, and of that token alone (R = L + 1 reads, the last for the output):
 
-    z_il = r_i (v_i . q_l),   r_i = rsqrt(mean v_i^2 + eps)
-    alpha_il = exp(z_il) / sum_j exp(z_jl),   h_l = sum_i alpha_il v_i
+    z_il = r_i (v_i . q_l),   r_i = rsqrt(mean v_i^2 + eps),   alpha_il = exp(z_il - lse_l),   h_l = sum_i alpha_il v_i
 
 Written as it stands (stack, norm, scores, softmax, sum) each read copies and normalises all its sources again, and
-autograd keeps the copies. Three ideas make it cheap. Nothing is approximated.
+autograd keeps the copies. The arithmetic is trifling; moving rows of D numbers is not, so cost is counted in u, one
+(tokens, D) tensor read or written once. Three ideas save most of it. Nothing is approximated.
 
-1. A source is scored when it is born. The queries do not depend on the input, so its scores against all later ones are
-   one small matrix product, (R - l, D) @ (D, T), times r. No source is normalised in memory or read again for scores.
+1. A source is scored when it is born, or while it passes by for its sum: the queries do not depend on the input. No
+   source is ever normalised in memory.
 
 2. The backward goes by source, not by read. Once the gradient has come down to source i, the gradient dh_l of every
    later read is known, and one visit finds everything there is to know about v_i:
 
-       delta_l = dh_l . h_l                                      (one number per token, when dh_l arrives)
-       dz_il = alpha_il (dh_l . v_i - delta_l)                   (softmax)
-       g_i   = r_i sum_l dz_il q_l                               (scores, then the norm: r depends on v)
-       dv_i  = sum_l alpha_il dh_l + g_i - v_i r_i^2 (v_i . g_i) / D
-       dq_l  = sum_i dz_il r_i v_i
+       delta_l = dh_l . h_l                                                (one number per token, when dh_l arrives)
+       dz_il   = alpha_il (dh_l . v_i - delta_l)                           (softmax)
+       dv_i    = sum_l (alpha_il dh_l + dz_il r_i q_l) - v_i r_i^2 / D sum_l dz_il z_il
+       dq_l    = sum_i dz_il r_i v_i
 
-   Nothing flows back from a read to each of its sources, so nothing has to be summed there. Source i is then done
-   with, and dh_i takes its place in memory.
+   Nothing flows back from a read to each of its sources, so nothing has to be summed there. How dh_l gets to source i:
+   the nodes of autograd's graph hand on a *tape*, tensors without content whose gradients are what the backward has
+   gathered so far. No state outlives a pass.
 
-3. Reads come in chunks. The first of CHUNK reads goes over the sources born before it once, for all of them: a product
-   of (CHUNK, n) weights and (n, D) sources per token. Each read then adds its own chunk's sources to that mean. The
-   backward mirrors it: the sources of a chunk go over the gradients of later chunks once, together.
+3. Reads come in chunks. The first of CHUNK reads passes over the older sources once, for all of them (phase 1). Each
+   read then merges what was born since (phase 2): the chunk's own sources (Full) or the sum in progress (Block). One
+   more source merged into a finished softmax is a sigmoid. The backward mirrors it.
 
-What lives from forward to backward: the sources, one number per pair (source, read), one per source. In Block mode the
-sum in progress after each sublayer is a source too, of a single read; it is finished, and open to later reads, after
-every S-th sublayer. So row i of `source` is what the first i sublayers left behind, finished if i is a multiple of S.
-
-Shapes: T tokens (all leading dimensions together), D width, R reads, C = CHUNK.
+Two implementations follow. on_torch runs anywhere: matrix products over whole tensors. on_triton runs on CUDA, with two
+kernels. If you have never seen Triton: a kernel is a function that runs in thousands of copies, each with its own
+program_id, here one for each token. tl.load fetches a row into registers, arithmetic is elementwise, tl.sum adds a row
+up, tl.store writes it back. `tl.constexpr` is known when the kernel is compiled, and so are the length of a tuple and
+whether an argument is None. No sum depends on an order left to chance: the same bits every run.
 """
+import os
 from typing import Optional
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 KERNELS = ('auto', 'reference', 'torch', 'triton')
 CHUNK = 5  # reads that go over the older sources together
 
 
+def refusal(h):
+    """ Why the Triton kernels cannot take tensors like h here; None if they can. """
+    if triton is None:
+        return 'the package triton is not installed'
+    if not h.is_cuda and os.environ.get('TRITON_INTERPRET') != '1':
+        return f'tensors are on {h.device.type}; it needs CUDA (or, slowly, TRITON_INTERPRET=1)'
+    if h.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f'tensors are {h.dtype}; it takes float32, bfloat16 and float16'
+    return None
+
+
+def choose(kernel, h):
+    """ The path of depth attention for tensors like h: 'reference' (the rules in model.py), 'torch' or 'triton'.
+
+    auto is triton on a CUDA device, torch elsewhere. ValueError if what is asked for cannot run here.
+    """
+    if kernel == 'auto':
+        return 'triton' if h.is_cuda and refusal(h) is None else 'torch'
+    if kernel == 'triton' and (why := refusal(h)):
+        raise ValueError(f'kernel={kernel!r}: cannot run here: {why}; auto picks one that can')
+    return kernel
+
+
 def depth_attention(h, sublayers, query, S, eps, path):
-    """ The output h_L of Full (S = 1) or Block AttnRes over the L sublayers: see the rules in model.py.
+    """ The output of Full (S = 1) or Block AttnRes over the L sublayers: the same function as the rules in model.py.
 
     h (..., D) is the embedding; sublayers are callables (..., D) -> (..., D); query (L + 1, D) is query * key gain.
     path: 'torch' or 'triton'. Gradients reach h, query and whatever the sublayers use; a second derivative raises.
     """
+    return {'torch': on_torch, 'triton': on_triton}[path](h, sublayers, query, S, eps)
+
+
+# -----------------------------------------------------------------------------
+# PyTorch, any device. What lives from forward to backward: the sources, a number per pair (source, read), one per source.
+# In Block mode the sum in progress after each sublayer is a source too, of a single read; it is finished, and open to
+# all later reads, after every S-th sublayer. So row i of `source` is what the first i sublayers left behind, finished
+# if i is a multiple of S. T tokens (all leading dimensions together), D width, R reads, C = CHUNK.
+
+def on_torch(h, sublayers, query, S, eps):
     L, D = len(sublayers), h.size(-1)
     R, T = L + 1, h.numel() // D
     if T == 1 and not torch.is_grad_enabled() and not torch.is_autocast_enabled(h.device.type):
@@ -62,7 +103,7 @@ def depth_attention(h, sublayers, query, S, eps, path):
     tape = (zero.to(h.dtype).expand(R, T, D), zero.expand(CHUNK + 1, R, T), zero.expand(T, CHUNK, D),
             zero.expand(R, D), zero.expand(T, D))
     for l in range(R):
-        h, *tape = _Read.apply(h, query, source, alpha, rstd, far, l, S, eps, *tape)
+        h, *tape = _TorchRead.apply(h, query, source, alpha, rstd, far, l, S, eps, *tape)
         if l < L:
             h = sublayers[l](h)
     return h
@@ -93,8 +134,7 @@ def _one(h, sublayers, query, S, eps):
     return h
 
 
-# -----------------------------------------------------------------------------
-# Two steps do all the work: _read for a source that is born, _source for a gradient that has come back.
+# Two steps do all the work: _torch_read for a source that is born, _torch_source for a gradient that has come back.
 
 def _start(i, R, S):
     """ Row of alpha where the pairs (i, l) begin, l = i .. R - 1, or only l = i if source i stays unfinished. """
@@ -102,8 +142,8 @@ def _start(i, R, S):
     return i + finished * (R - 1) - S * finished * (finished - 1) // 2
 
 
-def _read(y: torch.Tensor, query: torch.Tensor, source: torch.Tensor, alpha: torch.Tensor, rstd: torch.Tensor,
-          far: torch.Tensor, l: int, S: int, eps: float) -> torch.Tensor:
+def _torch_read(y: Tensor, query: Tensor, source: Tensor, alpha: Tensor, rstd: Tensor,
+                far: Tensor, l: int, S: int, eps: float) -> Tensor:
     """ y (T, D) makes source l; the result is h_l (T, D), the input of sublayer l.
 
     Writes row l of source (R, T, D) and rstd (R, T), the scores of source l and the weights of read l into alpha
@@ -142,9 +182,9 @@ def _read(y: torch.Tensor, query: torch.Tensor, source: torch.Tensor, alpha: tor
     return h.to(source.dtype)
 
 
-def _source(dh: torch.Tensor, h: torch.Tensor, query: torch.Tensor, source: torch.Tensor, alpha: torch.Tensor,
-            rstd: torch.Tensor, dots: torch.Tensor, far: torch.Tensor, dq: torch.Tensor,
-            later: Optional[torch.Tensor], l: int, S: int) -> torch.Tensor:
+def _torch_source(dh: Tensor, h: Tensor, query: Tensor, source: Tensor, alpha: Tensor,
+                  rstd: Tensor, dots: Tensor, far: Tensor, dq: Tensor, later: Optional[Tensor], l: int,
+                  S: int) -> Tensor:
     """ dh (T, D), the gradient of h_l (T, D), completes the gradient of source l: the result (T, D).
 
     Rows of source (R, T, D) after l hold the dh of later reads already, row l gets this one. Gathered on the way:
@@ -186,23 +226,23 @@ def _source(dh: torch.Tensor, h: torch.Tensor, query: torch.Tensor, source: torc
 
 
 # Under torch.compile each step is one opaque operation, so the graph grows with L and not with its square.
-_read_op = torch.library.custom_op('attnres::torch_read', _read, mutates_args=('source', 'alpha', 'rstd', 'far'))
-_source_op = torch.library.custom_op('attnres::torch_source', _source, mutates_args=('source', 'dots', 'far', 'dq'))
-_read_op.register_fake(lambda y, query, source, *_: torch.empty_like(source[0]))
-_source_op.register_fake(lambda dh, h, query, source, alpha, *_: torch.empty_like(source[0], dtype=alpha.dtype))
+_torch_read_op = torch.library.custom_op('attnres::torch_read', _torch_read,
+                                         mutates_args=('source', 'alpha', 'rstd', 'far'))
+_torch_source_op = torch.library.custom_op('attnres::torch_source', _torch_source,
+                                           mutates_args=('source', 'dots', 'far', 'dq'))
+_torch_read_op.register_fake(lambda y, query, source, *_: torch.empty_like(source[0]))
+_torch_source_op.register_fake(lambda dh, h, query, source, alpha, *_: torch.empty_like(dh, dtype=alpha.dtype))
 
 
-class _Read(torch.autograd.Function):
-    """ Source l in, h_l out: node l of a chain along which the backward's buffers travel.
+class _TorchRead(torch.autograd.Function):
+    """ Source l in, h_l out: node l of a chain. The last node makes the tape's gradients, every node adds to them.
 
-    The tape is a tuple of tensors without memory of their own (a zero, expanded). Each node takes it and hands on a
-    new one, and the *gradient* of the tape is what the backward has gathered so far: the last node makes it, every
-    node adds to it and returns it. So nodes run in order even where a sublayer cuts the gradient, and no state
-    outlives a pass.
+    The tape is expanded zeros, so it has no memory of its own; and nodes run in order even where a sublayer cuts the
+    gradient. In a pass whose graph is not retained, dh_l takes the place of source l.
     """
     @staticmethod
     def forward(ctx, y, query, source, alpha, rstd, far, l, S, eps, *tape):
-        step = _read_op if torch.compiler.is_compiling() else _read
+        step = _torch_read_op if torch.compiler.is_compiling() else _torch_read
         with torch.autocast(y.device.type, enabled=False):
             h = step(y.reshape(source[0].shape), query, source, alpha, rstd, far, l, S, eps).view(y.shape)
         ctx.save_for_backward(h, query)
@@ -225,18 +265,324 @@ class _Read(torch.autograd.Function):
         dh = torch.zeros_like(own[l]) if dh is None else dh.reshape(T, D)
         if l % S == 0 or l == R - 1:
             later = None
-        step = _source_op if torch.compiler.is_compiling() else _source
+        step = _torch_source_op if torch.compiler.is_compiling() else _torch_source
         with torch.autocast(own.device.type, enabled=False):
             dv = step(dh, h.view(T, D), query, source, alpha, rstd, dots, far, dq, later, l, S)
         return (dv.view(h.shape).to(ctx.dtype), dq.to(query.dtype) if l == 0 else None, *[None] * 7,
                 source, dots, far, dq, dv if l > 0 and (l - 1) % S else None)
 
 
-def choose(kernel, h):
-    """ The path of depth attention for tensors like h: 'reference' (the rules in model.py), 'torch' or 'triton'.
+# -----------------------------------------------------------------------------
+# Triton, CUDA. `_read_kernel` passes over the sources once and keeps, per query, a running weighted sum; several queries
+# may look on, and a mean found earlier joins like a source whose score is its lse. Adding to the sum in progress and the
+# LayerNorm that follows are done in passing. `_source_kernel`: the gradients of a few sources in one pass over all dh.
 
-    auto is triton on a CUDA device, torch elsewhere. ValueError if what is asked for cannot run here.
+GROUP = 4           # backward: sources that share a pass over the gradients of later reads
+PROGRAMS = 512      # backward: programs in a launch; each adds up the gradients of query, weight, bias over its rows
+traffic = None      # set to a list, it collects (what, bytes read and written) of every launch
+
+
+if triton is not None:
+    @triton.jit
+    def _pick(t, i):
+        """ t[i] for an i known only at run time, where a tuple takes constants only; a few selects, so for short t """
+        p = t[0]
+        for k in tl.static_range(1, len(t)):
+            p = tl.where(i == k, t[k], p)
+        return p
+
+    @triton.jit
+    def _put(t, k: tl.constexpr, x):
+        """ a copy of t with t[k] = x """
+        return t[:k] + (x,) + t[k + 1:]
+
+    @triton.jit
+    def _row(p, where, mask):
+        """ a row in float32, zero beyond D """
+        return tl.load(p + where, mask=mask, other=0.).to(tl.float32)
+
+    @triton.jit
+    def _normed(x, mask, eps, D: tl.constexpr):
+        """ (x - mean) / std and 1 / std """
+        x = tl.where(mask, x - tl.sum(x, 0) / D, 0.)
+        rstd = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+        return x * rstd, rstd
+
+    @triton.jit(do_not_specialize=["R", "n"])
+    def _read_kernel(v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, R, n, eps, norm_eps,
+                     S: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+        """ h[k] = mean of n sources, and of mean[k], by query k < S;  total = v[n-1] + new;  y = LayerNorm(h[0]) """
+        r, R, d = tl.program_id(0).to(tl.int64), tl.cast(R, tl.int64), tl.arange(0, TILE_D)
+        mask, row = d < D, r * D + d                                # 64 bits: R * D may exceed 2^31
+        m, s, a = (), (), ()                # per query: the score taken as zero, sum of exp(z - m), and of exp(z - m) v
+        for k in tl.static_range(S):
+            m += (float("-inf") if mean is None else tl.load(mean_lse + k * R + r),)
+            s += (0. if mean is None else 1.,)
+            a += (tl.zeros([TILE_D], tl.float32) if mean is None else _row(mean[k], row, mask),)
+        for b in tl.static_range(0, len(v), 8):
+            for i in range(b, tl.minimum(b + 8, n)):
+                x = _row(_pick(v[b:b + 8], i - b), row, mask)
+                if new is not None:                                 # the last source grows, rounded as it is stored
+                    last = mask & (i == n - 1)
+                    x = (x + _row(new, row, last)).to(total.dtype.element_ty)
+                    tl.store(total + row, x, mask=last)
+                    x = x.to(tl.float32)
+                rms = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+                for k in tl.static_range(S):
+                    z = tl.sum(_row(q, k * D + d, mask) * x, 0) * rms
+                    if z - m[k] > 20.:                              # float32 reaches e^88: no need for every maximum
+                        fade = tl.exp(m[k] - z)
+                        m, s, a = _put(m, k, z), _put(s, k, s[k] * fade), _put(a, k, a[k] * fade)
+                    w = tl.exp(z - m[k])
+                    s, a = _put(s, k, s[k] + w), _put(a, k, a[k] + w * x)
+        for k in tl.static_range(S):
+            tl.store(lse + k * R + r, m[k] + tl.log(s[k]))
+            tl.store(h[k] + row, (a[k] / s[k]).to(h[k].dtype.element_ty), mask=mask)
+        if y is not None:
+            x = (a[0] / s[0]).to(y.dtype.element_ty).to(tl.float32)  # the norm sees h as it is stored
+            x = _normed(x, mask, norm_eps, D)[0] * _row(weight, d, mask)
+            if bias is not None:
+                x += _row(bias, d, mask)
+            tl.store(y + row, x.to(y.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _pairs(x, rms, g, t, q, dh, lse, delta, N: tl.constexpr):
+        """ what one read says of N sources: dv and sum_l dz z so far, with its share; dz r """
+        c = ()
+        for i in tl.static_range(N):
+            z = tl.sum(q * x[i], 0) * rms[i]
+            alpha = tl.exp(z - lse)
+            dz = alpha * (tl.sum(dh * x[i], 0) - delta)
+            c += (dz * rms[i],)
+            g, t = _put(g, i, g[i] + alpha * dh + c[i] * q), _put(t, i, t[i] + dz * z)
+        return g, t, c
+
+    @triton.jit(do_not_specialize=["R", "M", "ROWS"])
+    def _source_kernel(v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats, sums, R, M, ROWS, eps,
+                       norm_eps, N: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+        """
+        dv[i] = found[i] + what M reads say of source i < N.   stats [M, 2, R]: lse, delta.   coef [N, M, R]: dz r.
+        With dy, the event's own read comes first: own_dh from dy, then sums[program] = its dq, and dweight and dbias.
+        Without lse that read had one source and returned it.
+        """
+        pid, R, d = tl.program_id(0).to(tl.int64), tl.cast(R, tl.int64), tl.arange(0, TILE_D)
+        mask, zero = d < D, tl.zeros([TILE_D], tl.float32)
+        one: tl.constexpr = 1 if dy is not None else 0              # rows of q before the later reads'
+        dq, dw, db = zero, zero, zero
+        for r in range(pid * ROWS, tl.minimum(pid * ROWS + ROWS, R)):
+            row = r * D + d
+            if dy is not None:                                      # dh of the event's own read
+                dl, hl = _row(dy, row, mask), _row(h, row, mask)
+                if weight is not None:                              # back through y = LayerNorm(h)
+                    hat, rstd = _normed(hl, mask, norm_eps, D)
+                    dw += dl * hat
+                    db += dl
+                    dl *= _row(weight, d, mask)
+                    dl = tl.where(mask, rstd * (dl - tl.sum(dl, 0) / D - hat * (tl.sum(dl * hat, 0) / D)), 0.)
+                    tl.store(own_dh + row, dl.to(own_dh.dtype.element_ty), mask=mask)
+                    dl = dl.to(own_dh.dtype.element_ty).to(tl.float32)
+                delta = tl.sum(dl * hl, 0)
+            x, rms, g, t = (), (), (), ()                           # per source: v, r, dv and sum of dz z so far
+            for i in tl.static_range(N):
+                x += (_row(v[i], row, mask),)
+                rms += (tl.rsqrt(tl.sum(x[i] * x[i], 0) / D + eps),)
+                g += (zero if found is None else _row(found[i], row, mask),)
+                t += (0.,)
+            if lse is not None:
+                own_lse = tl.load(lse + r)
+                tl.store(own_stats + r, own_lse)
+                tl.store(own_stats + R + r, delta)
+                g, t, c = _pairs(x, rms, g, t, _row(q, d, mask), dl, own_lse, delta, N)
+                for i in tl.static_range(N):
+                    dq += c[i] * x[i]
+            elif dy is not None:
+                g = _put(g, 0, g[0] + dl)
+            if dh is not None:
+                for b in tl.static_range(0, len(dh), 8):
+                    for l in range(b, tl.minimum(b + 8, M)):
+                        ql, dl = _row(q, (l + one) * D + d, mask), _row(_pick(dh[b:b + 8], l - b), row, mask)
+                        stat = stats + 2 * l * R + r
+                        g, t, c = _pairs(x, rms, g, t, ql, dl, tl.load(stat), tl.load(stat + R), N)
+                        for i in tl.static_range(N):
+                            tl.store(coef + (i * M + l) * R + r, c[i])
+            for i in tl.static_range(N):
+                gi = g[i] - t[i] * rms[i] * rms[i] / D * x[i]
+                tl.store(dv[i] + row, gi.to(dv[i].dtype.element_ty), mask=mask)
+        if dy is not None:
+            tl.store(sums + pid * 3 * D + d, dq, mask=mask)
+            tl.store(sums + (pid * 3 + 1) * D + d, dw, mask=mask)
+            tl.store(sums + (pid * 3 + 2) * D + d, db, mask=mask)
+
+
+def _geometry(x):
+    """ rows, rows per program of the backward, what is compiled in; up to 1024 columns a warp: no barriers """
+    R, D, tile = x.numel() // x.shape[-1], x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    return R, max(8, -(-R // PROGRAMS)), dict(D=D, TILE_D=tile, num_warps=max(1, tile // 1024))
+
+
+def _launch(kernel, programs, *args, **compiled):
+    """ None for what is empty; a tuple for a list, of length 1, 2, 4 or 8 n: few variants to compile """
+    def given(a):
+        if isinstance(a, list) and a:
+            return (*a, *a[-1:] * (-len(a) % min(8, triton.next_power_of_2(len(a)))))
+        return None if isinstance(a, list) or torch.is_tensor(a) and not a.numel() else a
+    if not isinstance(args[0][0], FakeTensor):                      # torch.compile asks for shapes only
+        kernel[(programs,)](*map(given, args), **compiled)
+
+
+def _op(function):
+    """ a custom op, for torch.compile an opaque node whose outputs have the shapes that function itself allocates """
+    op = torch.library.custom_op("attnres::" + function.__name__, function, mutates_args=())
+    op.register_fake(function)
+    return op
+
+
+@_op
+def read(v: list[Tensor], new: Tensor | None, q: Tensor, mean: list[Tensor], mean_lse: Tensor | None,
+         weight: Tensor | None, bias: Tensor | None, eps: float, norm_eps: float) -> list[Tensor]:
+    """ lse [S, R], v[-1] + new, LayerNorm(h of the first query), h per query; empty what there is no input for """
+    (R, _, compiled), x, S = _geometry(v[0]), v[0], len(q)
+    h, lse = [torch.empty_like(x) for _ in range(S)], x.new_empty(S, R, dtype=torch.float32)
+    total, y = (x.new_empty(0 if t is None else x.shape) for t in (new, weight))
+    _launch(_read_kernel, R, v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, R, len(v), eps, norm_eps,
+            S=S, **compiled)
+    return [lse, total, y, *h]
+
+
+@_op
+def source(v: list[Tensor], found: list[Tensor], q: Tensor, dh: list[Tensor], stats: Tensor | None, dy: Tensor | None,
+           h: Tensor | None, lse: Tensor | None, weight: Tensor | None, eps: float, norm_eps: float) -> list[Tensor]:
+    """ coef, sums, then stats and dh of the event's own read, dv per source; empty what there is no input for """
+    (R, rows, compiled), x, N, M = _geometry(v[0]), v[0], len(v), len(dh)
+    programs = -(-R // rows)
+    coef, sums, own_stats = (x.new_empty(shape, dtype=torch.float32) for shape in (
+        (N, M, R), (programs * (dy is not None), 3, x.shape[-1]), (1 * (lse is not None), 2, R)))
+    own_dh, dv = x.new_empty(0 if weight is None else x.shape), [torch.empty_like(x) for _ in v]
+    _launch(_source_kernel, programs, v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats,
+            sums, R, M, rows, eps, norm_eps, N=N, **compiled)
+    return [coef, sums, own_stats, own_dh, *dv]
+
+
+@_op
+def query_grad(coef: Tensor, v: list[Tensor]) -> Tensor:
+    """ dq [M, D] = sum_i coef[i] [M, R] @ v_i [R, D], accumulated in float32 """
+    dq = coef.new_zeros(coef.shape[1], v[0].shape[-1])
+    for c, x in zip(coef, v, strict=True):
+        x = x.view(-1, x.shape[-1])
+        if x.is_cuda and x.dtype != torch.float32:                  # scaled, lest a coefficient underflow in half
+            scale = c.abs().amax(1, keepdim=True).clamp_min(1e-30)
+            dq += torch.mm((c / scale).to(x.dtype), x, out_dtype=torch.float32) * scale
+        else:
+            dq += c @ x.float()
+    return dq
+
+
+def _counted(op, *args):
+    out = op(*args)
+    if traffic is not None:
+        flat = [t for a in (*args, out) for t in (a if isinstance(a, (list, tuple)) else [a]) if torch.is_tensor(t)]
+        traffic.append((getattr(op, "_name", "sum"), sum(t.nbytes for t in {id(t): t for t in flat}.values())))
+    return out
+
+
+def _read(v, new, q, mean, mean_lse, weight, bias, *eps):
+    """ lse, last source with new in it, y, *h: read in as many launches as q needs """
+    if len(q) > CHUNK:
+        lse, last, y, *h = _read(v, new, q[:CHUNK], mean, mean_lse, weight, bias, *eps)
+        more_lse, _, _, *more = _read([*v[:-1], last], None, q[CHUNK:], mean, mean_lse, None, None, *eps)
+        return torch.cat([lse, more_lse]), last, y, *h, *more
+    lse, last, y, *h = _counted(read, v, new, q, mean, mean_lse, weight, bias, *eps)
+    return lse, v[-1] if new is None else last, y, *h
+
+
+class _Event(torch.autograd.Function):
     """
-    if kernel == 'auto':
-        return 'torch'
-    return kernel
+    The birth of a source and read l after it, as autograd sees them; forward only hands on what is computed already.
+
+    Backward needs dh of every later read, and autograd itself carries them. Beside its result an event returns a tape
+    for each later read, tensors without content that go to the next event. Their *gradients* are those dh: an event
+    receives them, puts its own in front and returns the list to the event before. It returns its source, too: whoever
+    takes that later returns what it found of its gradient. No state outlives the graph.
+    """
+    @staticmethod
+    def forward(ctx, plan, out, h, lse, own, query, weight, bias, y, *tensors):
+        l, later, pending, carry, n, *_ = ctx.plan = plan           # tensors: n sources, then the tapes: stats, dh
+        ctx.save_for_backward(h, lse, query, weight, bias, own, *tensors[carry:n])
+        ctx.set_materialize_grads(False)
+        tapes = tensors[n + 2:] if l else [h.new_empty(()).expand(h.shape) for _ in range(later)]
+        return out, own, query.new_empty(()).expand(later, 2, h.numel() // h.shape[-1]), *tapes
+
+    @staticmethod
+    def backward(ctx, dy, found, stats, *dh):
+        l, later, pending, carry, n, *eps = ctx.plan
+        h, lse, query, weight, bias, *v = ctx.saved_tensors
+        dy = torch.zeros_like(h) if dy is None else dy.contiguous()
+        dv = [] if found is None else [found.contiguous(), *map(torch.zeros_like, v[1:])]
+        part = query[l:], [t for t in dh[:pending] if t is not None], stats
+        coef, sums, own_stats, own_dh, *dv = _counted(source, v, dv, *part, dy, h, lse, weight, *eps)
+        sums = _counted(torch.sum, sums, 0)                         # over programs: dq of the own read, dweight, dbias
+        dq = torch.cat([sums[:1], _counted(query_grad, coef, v)]) if coef.numel() else sums[:1]
+        dq = torch.nn.functional.pad(dq, (0, 0, l, later + 1 - len(dq)))
+        dweight, dbias = (None if t is None else sums[i].to(t.dtype) for i, t in ((1, weight), (2, bias)))
+        grads = None, None, None, None, None, dq, dweight, dbias, dv[0]
+        if l == 0:
+            return grads
+        stats = query.new_zeros(later, *own_stats.shape[1:]) if stats is None else stats
+        return *grads, *dv[:carry], *dv[1:], torch.cat([own_stats, stats]), dy if weight is None else own_dh, *dh
+
+
+def _group(k, slots):
+    """ which older sources event slots[k] serves besides its own; how many later reads its own has yet to see """
+    last, none = k // GROUP * GROUP + GROUP - 1, slice(0, 0)
+    if last >= len(slots) or slots[-1] - slots[last] < 3:           # too few reads to share
+        return none, slots[-1] - slots[k]
+    return (slice(last + 1 - GROUP, k), slots[-1] - slots[k]) if k == last else (none, slots[last] - 1 - slots[k])
+
+
+def on_triton(h, sublayers, query, S, eps):
+    """ See depth_attention. Where a sublayer has .norm (a LayerNorm) and .body, the norm is computed with the read. """
+    L = len(sublayers)
+    if (why := refusal(h)) or not 0 < h.shape[-1] <= 2**14 or not h.numel():
+        raise ValueError(f"kernel='triton': cannot take h {tuple(h.shape)}: " + (why or 'must be (..., D), D to 16384'))
+    if query.shape != (L + 1, h.shape[-1]) or query.device != h.device or not 1 <= S <= max(L, 1):
+        raise ValueError(f'query {tuple(query.shape)} on {query.device}, S={S}: must be {(L + 1, h.shape[-1])} on '
+                         f'{h.device}, and S from 1 (Full) to {L}')
+    query, grad = query.float().contiguous(), torch.is_grad_enabled()
+    slots = [min(k * S, L) for k in range(-(-L // S) + 1)]          # the read at which each source is finished
+    y, v, tapes, means, lses, shared, end = h, (), (), (), None, 0, 0
+    for l in range(L + 1):
+        norm = getattr(sublayers[l], "norm", None) if l < L else None
+        weight, bias, norm_eps = (None, None, 0.) if norm is None else (norm.weight, norm.bias, norm.eps)
+        with torch.no_grad():
+            data, new, carry = [t.detach() for t in v], y.detach().contiguous(), l > 0 and (l - 1) % S != 0
+            if not carry:                                           # y is a new source, else it joins the last one
+                data, new = [*data, new], None
+            first, queries, mean, mean_lse, h, lse = 0, 1, [], None, data[0].detach(), None
+            if l == end:                                            # a chunk of reads begins: phase 1, if that saves u
+                start, c = l, min(max(S, CHUNK // S * S), L + 1 - l)
+                end, shared = l + c, len(data) if len(data) * (c - 1) > 2 * c - 1 else 0
+                queries = c if shared else 1
+            elif shared:                                            # phase 2
+                first, mean, mean_lse = shared, means[l - start:l - start + 1], lses[l - start:l - start + 1]
+            if l > 0 or weight is not None:
+                found = _read(data[first:], new, query[l:l + queries], mean, mean_lse, weight, bias, eps, norm_eps)
+                new_lse, data[-1], y_norm, *hs = found
+                if queries > 1:
+                    means, lses = hs, new_lse
+            if l > 0:                                               # read 0 has one source and returns it
+                h, lse = hs[0], new_lse[:1]
+            out = h.view_as(h) if weight is None else y_norm
+        if grad:
+            others, pending = v[-1:] if carry else (), 0
+            if l in slots:
+                older, pending = _group(slots.index(l), slots)
+                others += v[older]
+            plan = l, L - l, pending, carry, len(others), eps, norm_eps
+            out, data[-1], *tapes = _Event.apply(plan, out, h, lse, data[-1], query, weight, bias, y, *others, *tapes)
+        v = (*v[:len(data) - 1], data[-1])
+        if l < L:
+            y = sublayers[l](out) if weight is None else sublayers[l].body(out)
+            if y.shape != out.shape or y.dtype != out.dtype or y.device != out.device:
+                raise ValueError(f'sublayer {l} returned {y.dtype} {tuple(y.shape)} on {y.device}: must be like its '
+                                 f'input, {out.dtype} {tuple(out.shape)} on {out.device}')
+    return out

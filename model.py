@@ -344,6 +344,42 @@ class GPT(nn.Module):
             raise ValueError(f'{path}: model and model_config do not fit ({str(e).splitlines()[0]})') from e
         return model.to(device).eval()
 
+    @classmethod
+    def from_pretrained(cls, name_or_dir, residual='standard', **overrides):
+        """ GPT-2's weights under any residual rule, in eval mode: gpt2, gpt2-medium ... or a folder of transformers.
+
+        overrides: keys of GPTConfig that the weights leave open; n_ctx may be lowered. Full and Block start as the same
+        function but for norm_eps (zero-query identity). ValueError names what does not fit.
+        """
+        gpt2 = load_gpt2(name_or_dir)
+        c = gpt2.config
+        fixed = dict(vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, bias=True,
+                     norm_eps=c.layer_norm_epsilon)
+        for key, value in fixed.items():
+            if overrides.get(key, value) != value:
+                raise ValueError(f'{key}={overrides[key]!r}: must be {value!r}, as in the weights of {name_or_dir!r}')
+        model = cls(GPTConfig(**{'n_ctx': c.n_positions, 'residual': residual} | overrides | fixed))
+        if model.config.n_ctx > c.n_positions:
+            raise ValueError(f'n_ctx={model.config.n_ctx}: must be at most {c.n_positions}, as in {name_or_dir!r}')
+        weights = transpose(gpt2.state_dict())
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:model.config.n_ctx]
+        model.load_state_dict(model.state_dict() | weights)  # what belongs to the rule stays as it is
+        return model.eval()
+
+    def save_pretrained(self, folder):
+        """ Writes a folder that transformers loads: GPT2LMHeadModel.from_pretrained(folder). Standard mode only. """
+        c = self.config
+        if c.residual != 'standard':
+            raise ValueError(f'residual={c.residual!r}: must be standard, transformers has no GPT-2 with another rule')
+        from transformers import GPT2Config, GPT2LMHeadModel
+        end = 50256 if c.vocab_size > 50256 else None
+        gpt2 = GPT2LMHeadModel(GPT2Config(
+            vocab_size=c.vocab_size, n_positions=c.n_ctx, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
+            layer_norm_epsilon=c.norm_eps, activation_function='gelu_new', resid_pdrop=c.dropout, embd_pdrop=c.dropout,
+            attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end))
+        gpt2.load_state_dict(transpose(self.state_dict()), strict=False)  # without biases: its own are zero at first
+        gpt2.save_pretrained(folder)
+
 
 def load_checkpoint(path, device='cpu'):
     """ The dict that train.py saved: tensors and plain values, no code can ride along. ValueError if it is not. """
@@ -393,3 +429,54 @@ def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         enough = p.cumsum(-1) - p >= top_p  # the more likely tokens suffice
         logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+
+# -----------------------------------------------------------------------------
+# Weights from elsewhere: GPT-2's, or those of a standard checkpoint.
+
+def load_gpt2(name):
+    """ transformers' GPT2LMHeadModel, from this machine if it is here; ValueError if it cannot be had or differs. """
+    try:
+        from transformers import GPT2LMHeadModel
+    except ImportError as e:
+        raise ValueError(f"{name!r}: needs a package ({e}); pip install 'transformers>=4.40'") from e
+    load = partial(GPT2LMHeadModel.from_pretrained, name, output_loading_info=True)
+    try:
+        try:
+            gpt2, info = load(local_files_only=True)
+        except OSError:
+            if os.path.isdir(name):
+                raise
+            from huggingface_hub import HfApi
+            HfApi().model_info(name, timeout=20)  # fails at once where load tries again and again
+            gpt2, info = load()
+    except Exception as e:  # the file's, the format's, the network's
+        raise ValueError(f'{name!r}: not to be had as GPT-2 ({type(e).__name__}: {" ".join(str(e).split())[:200]})') from e
+    c = gpt2.config
+    same = (c.activation_function in ('gelu_new', 'gelu_pytorch_tanh') and c.n_inner in (None, 4 * c.n_embd)
+            and c.scale_attn_weights and not c.scale_attn_by_inverse_layer_idx and c.tie_word_embeddings)
+    if info['missing_keys'] or not same:
+        raise ValueError(f'{name!r}: must be a GPT-2 like those of OpenAI; its weights or its config.json differ')
+    return gpt2
+
+
+def transpose(weights):
+    """ The weights with Conv1D's matrices, which transformers has here, as Linear's; and back. """
+    return {k: v.T if k.endswith(('c_attn.weight', 'c_fc.weight', 'c_proj.weight')) else v for k, v in weights.items()}
+
+
+def initial_weights(source, config, tokenizer):
+    """ A GPT(config), under any residual rule, with the weights of a standard run's folder; tokenizer: its state(). """
+    state = load_checkpoint(next((path for file in ('best.pt', 'ckpt.pt')
+                                  if os.path.exists(path := os.path.join(source, file))), source))
+    old = state['model_config']
+    if old.get('residual') != 'standard':
+        raise ValueError(f'residual={old.get("residual")!r} in {source!r}: must be standard for weights to go on')
+    if state.get('tokenizer') != tokenizer:
+        raise ValueError(f'tokenizer={tokenizer["kind"]!r}: must be the one of {source!r}, with all its characters')
+    for key in ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias', 'norm_eps'):
+        if old.get(key) != getattr(config, key):
+            raise ValueError(f'{key}={getattr(config, key)!r}: must be {old.get(key)!r}, as in {source!r}')
+    model = GPT(config)
+    model.load_state_dict(model.state_dict() | state['model'])
+    return model

@@ -16,14 +16,14 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from data.files import SPLITS, check_name, locked, write
+from data.files import DATA, SPLITS, check_name, locked, write
 from data.tokenizer import GPT2Tokenizer, gpt2_bpe
 
 EXPECTED = {'hf:Skylion007/openwebtext': (8_013_769, 18.1e9)}  # documents, bytes of tokens
@@ -32,7 +32,7 @@ SAVE = 5  # seconds between two savings of progress
 
 
 class Lines:
-    """ The rows of JSON Lines files, gzipped or not, with the methods of datasets.IterableDataset that are used here. """
+    """ The rows of JSON Lines files, gzipped or not, with the methods of datasets.IterableDataset needed here. """
     def __init__(self, files):
         self.files, self.at = files, (0, 0)  # at: file and line that come next
 
@@ -63,15 +63,12 @@ def open_documents(source, files):
     kind, _, rest = source.partition(':')
     if kind == 'jsonl':
         return (rows := Lines(files)), len(rows)
-    try:
-        import pyarrow.parquet
-        from datasets import load_dataset
-        from huggingface_hub import HfApi
-    except ImportError as e:
-        raise ValueError(f"{source}: needs a package, {e}: pip install 'datasets>=4'") from e
+    import pyarrow.parquet
+    from datasets import load_dataset
+    from huggingface_hub import HfApi
     if kind == 'parquet':
-        rows = load_dataset('parquet', data_files=files, split='train', streaming=True)
-        return rows.select_columns('text'), sum(pyarrow.parquet.read_metadata(path).num_rows for path in files)
+        total = sum(pyarrow.parquet.read_metadata(path).num_rows for path in files)
+        return load_dataset('parquet', data_files=files, split='train', streaming=True).select_columns('text'), total
     name, _, config = rest.partition(':')
     if not os.path.isdir(name):
         HfApi().dataset_info(name, timeout=20)  # fails at once where load_dataset tries again and again
@@ -176,8 +173,14 @@ class Unfinished:
         write(self.folder, {'progress.json': json.dumps(self.state).encode()})
         self.saved = time.monotonic()
 
+    def close(self):
+        for f in self.files.values():
+            f.close()
+
     def finish(self):
+        """ Gives the files their names. Returns meta. """
         self.save()
+        self.close()
         tokens = {split: self.state['bytes'][split] // 2 for split in SPLITS}
         if min(tokens.values()) < 2:
             (self.folder / 'progress.json').unlink()
@@ -193,8 +196,7 @@ class Unfinished:
         return meta
 
 
-def prepare_documents(name: str, source: str, val_every: int = 2000, num_proc: int = 1,
-                      root=Path(__file__).resolve().parent) -> dict:
+def prepare_documents(name: str, source: str, val_every: int = 2000, num_proc: int = 1, root=DATA) -> dict:
     """ Writes root/NAME from the documents of source by GPT-2's BPE, <|endoftext|> after each. Returns its meta.
 
     source: hf:NAME[:CONFIG], parquet:GLOB or jsonl:GLOB, with a field text. Every val_every-th document is for
@@ -212,13 +214,18 @@ def prepare_documents(name: str, source: str, val_every: int = 2000, num_proc: i
     what = {'origin': source, 'val_every': val_every, 'files': [[path, os.path.getsize(path)] for path in files]}
     folder = Path(root) / name
     gpt2_bpe()  # its complaint, or its download, comes before any process starts
-    rows, total = open_documents(source, files)
-    with locked(folder, wait=False):
+    try:
+        rows, total = open_documents(source, files)
+    except Exception as e:  # the file's, the format's, the network's
+        hint = "; pip install 'datasets>=4'" if isinstance(e, ImportError) else ''
+        raise ValueError(f'{source}: cannot be opened ({type(e).__name__}: {str(e)[:300]}){hint}') from e
+    with locked(folder, wait=False), ExitStack() as stack:
         with suppress(FileNotFoundError):
             meta = json.loads((folder / 'meta.json').read_bytes())
-            if meta == meta | what:
-                return meta
-        out = Unfinished(folder, what)
+            sizes = {split: (folder / f'{split}.bin').stat().st_size // 2 for split in SPLITS}
+            if meta == meta | what | {'tokens': sizes}:
+                return meta  # it is all there
+        out = stack.enter_context(closing(Unfinished(folder, what)))
         need = EXPECTED[source][1] if source in EXPECTED else sum(size for _, size in what['files']) / 2
         need -= sum(out.state['bytes'].values())
         if (free := shutil.disk_usage(folder).free) < need:
@@ -226,11 +233,11 @@ def prepare_documents(name: str, source: str, val_every: int = 2000, num_proc: i
                              f'{free / 1e9:.1f} GB free')
         if done := out.state['documents']:
             rows.load_state_dict(out.state['place'])
-        with tqdm(total=total, initial=done, unit=' documents', mininterval=1) as bar:
-            for result in in_order(partial(tokenize, val_every=val_every), chunks(rows, done), num_proc):
-                out.add(*result)
-                bar.update(out.state['documents'] - bar.n)
-                bar.set_postfix_str(f'{sum(out.state["bytes"].values()) / 2e6:,.0f}M tokens', refresh=False)
+        bar = stack.enter_context(tqdm(total=total, initial=done, unit=' documents', mininterval=1))
+        for result in in_order(partial(tokenize, val_every=val_every), chunks(rows, done), num_proc):
+            out.add(*result)
+            bar.update(out.state['documents'] - bar.n)
+            bar.set_postfix_str(f'{sum(out.state["bytes"].values()) / 2e6:,.0f}M tokens', refresh=False)
         return out.finish()
 
 

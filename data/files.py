@@ -3,6 +3,7 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
+DATA = Path(__file__).resolve().parent
 SPLITS = 'train', 'val'
 
 

@@ -1,4 +1,4 @@
-""" Settings: dataclass default < TOML < command line, and every kind of bad input ends in one line with exit code 2. """
+""" Settings: dataclass default < TOML < command line; every kind of bad input ends in one line and exit code 2. """
 import random
 import subprocess
 import sys
@@ -81,12 +81,21 @@ def test_help_lists_every_key_with_meaning_and_default(capsys):
             assert f'(default: {cls.__dataclass_fields__[key].default!r})' in line
 
 
-@pytest.mark.parametrize('argument, said', [
-    ('--siz=3', "'siz': must be a key; did you mean size?"), ('--zzzz=3', "'zzzz': must be a key; --help"),
-    ('--size=x', "size='x': must be of type int"), ('--size', 'size: must have a value: --size=INT'),
-    ('--on=perhaps', "on='perhaps': must be of type bool"), ('-size=3', 'must be a key'),
-    ('nothing.toml', "'nothing.toml': must be a TOML file: No such file"), ('--top=', "top='': must be of type int|none"),
-    ('--size=-4', 'size=-4: must be positive'), ('--size=' + '9' * 5000, 'must be of type int')])
+@pytest.mark.parametrize(
+    'argument, said',
+    [
+        ('--siz=3', "'siz': must be a key; did you mean size?"),
+        ('--zzzz=3', "'zzzz': must be a key; --help"),
+        ('--size=x', "size='x': must be of type int"),
+        ('--size', 'size: must have a value: --size=INT'),
+        ('--on=perhaps', "on='perhaps': must be of type bool"),
+        ('-size=3', 'must be a key'),
+        ('nothing.toml', "'nothing.toml': must be a TOML file: No such file"),
+        ('--top=', "top='': must be of type int|none"),
+        ('--size=-4', 'size=-4: must be positive'),
+        ('--size=' + '9' * 5000, 'must be of type int'),
+    ],
+)
 def test_refusals_name_the_key(argument, said, capsys):
     line = refused(lambda: configuration.build(Settings, configuration.parse(Settings, [argument])), capsys)
     assert said in line
@@ -119,8 +128,36 @@ def test_every_file_in_config_is_good():
         cls(**configuration.parse(cls, [str(path)]))
 
 
-AWKWARD = ['', ' ', '\0', '\n', 'é\u0301\u202e', '\U0001f600', '\udcff', 'nan', '-inf', '1e999', '-1', '0', '1.5', '9' * 30,
-           '9' * 5000, '0x10', 'None', 'tru', '[]', '{}', '%s%n', '../..', '/dev/null/x', '"', "'", 'a' * 3000, '=', '--']
+AWKWARD = [
+    '',
+    ' ',
+    '\0',
+    '\n',
+    'é\u0301\u202e',
+    '\U0001f600',
+    '\udcff',
+    'nan',
+    '-inf',
+    '1e999',
+    '-1',
+    '0',
+    '1.5',
+    '9' * 30,
+    '9' * 5000,
+    '0x10',
+    'None',
+    'tru',
+    '[]',
+    '{}',
+    '%s%n',
+    '../..',
+    '/dev/null/x',
+    '"',
+    "'",
+    'a' * 3000,
+    '=',
+    '--',
+]
 
 
 def bad_lines(rng, cls, folder):
@@ -140,21 +177,34 @@ def bad_lines(rng, cls, folder):
         elif kind == 3:
             yield [f'--{f.name}=1', f'--{f.name}=1']
         elif kind == 4:
-            text = rng.choice([f'{f.name} = ', f'{f.name} = "1"', f'{f.name} = true', f'{f.name} = [1, 2]',
-                               f'{f.name} = 1\n{f.name} = 1', f'{f.name}_ = 1', '\0', '\ufeff', f'{f.name} = {{a = 1}}'])
+            text = rng.choice(
+                [
+                    f'{f.name} = ',
+                    f'{f.name} = "1"',
+                    f'{f.name} = true',
+                    f'{f.name} = [1, 2]',
+                    f'{f.name} = 1\n{f.name} = 1',
+                    f'{f.name}_ = 1',
+                    '\0',
+                    '\ufeff',
+                    f'{f.name} = {{a = 1}}',
+                ]
+            )
             yield [toml(folder, text, f'{i}.toml')]
         elif kind == 5:
             yield [toml(folder, bytes(rng.randrange(128, 256) for _ in range(20)), f'{i}.toml')]
         else:
-            yield [rng.choice([str(folder), str(folder / 'none.toml'), junk.strip('-') + '.toml', f'--config={folder}'])]
+            files = str(folder), str(folder / 'none.toml'), junk.strip('-') + '.toml', f'--config={folder}'
+            yield [rng.choice(files)]
 
 
 @pytest.mark.parametrize('program', ['train', 'sample', 'compare'])
 def test_malformed_command_lines_end_in_one_line(program, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     import experiments.loss
-    cls = {'train': train.TrainConfig, 'sample': sample.SampleConfig, 'compare': experiments.loss.CompareConfig}[program]
-    main = {'train': train, 'sample': sample, 'compare': compare}[program].main
+
+    cls, main = {'train': (train.TrainConfig, train.main), 'sample': (sample.SampleConfig, sample.main),
+                 'compare': (experiments.loss.CompareConfig, compare.main)}[program]
     (tmp_path / 'toml').mkdir()
     for argv in bad_lines(random.Random(program), cls, tmp_path / 'toml'):
         try:

@@ -290,5 +290,5 @@ def test_operations_are_what_torch_library_expects():
     R, T, D, C = 4, 5, 6, kernels.CHUNK
     source, alpha, rstd, query = torch.randn(R, T, D), torch.randn(10, T), torch.rand(R, T), torch.randn(R, D)
     far, dots, x = torch.randn(T, C, D), torch.randn(C + 1, R, T), torch.randn(T, D)
-    torch.library.opcheck(kernels._read_op, (x, query, source, alpha, rstd, far, 2, 1, EPS))
-    torch.library.opcheck(kernels._source_op, (x, x, query, source, alpha, rstd, dots, far, query, None, 2, 1))
+    torch.library.opcheck(kernels._torch_read_op, (x, query, source, alpha, rstd, far, 2, 1, EPS))
+    torch.library.opcheck(kernels._torch_source_op, (x, x, query, source, alpha, rstd, dots, far, query, None, 2, 1))

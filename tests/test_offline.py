@@ -53,7 +53,7 @@ def several(kind, n):
 
 def read(arch, n, S, mean=False, new=False, norm=True, D=D, dtype='*bf16'):
     """a read of n sources by S queries"""
-    import kernels_triton as kernels
+    import kernels
     number = '*fp32'
     types = dict(v=several(dtype, n), q=number, h=several(dtype, S), lse=number, R='i32', n='i32', eps='fp32',
                  norm_eps='fp32')
@@ -65,7 +65,7 @@ def read(arch, n, S, mean=False, new=False, norm=True, D=D, dtype='*bf16'):
 
 def source(arch, N, M, own=True, norm=True, found=False, first=False, D=D, dtype='*bf16'):
     """a pass over N sources and M later reads"""
-    import kernels_triton as kernels
+    import kernels
     v, number = several(dtype, N), '*fp32'
     types = dict(v=v, dv=v, q=number, R='i32', M='i32', ROWS='i32', eps='fp32', norm_eps='fp32')
     types |= dict(dh=several(dtype, M), stats=number, coef=number) if M else {}

@@ -1,0 +1,192 @@
+""" The sampler: prompts, seeds, its own tokenizer, streaming, the depth line, what it refuses. """
+import io
+import re
+import sys
+
+import pytest
+import torch
+
+import sample as S
+from data.prepare import CharTokenizer
+from model import GPT, GPTConfig, model_config
+from sample import SampleConfig, Sampler, sample, show_depths
+from train import save
+
+CHARS = '\n abcdefghij'
+
+
+def checkpoint(folder, residual='block', rows=16, chars=CHARS):
+    """ A random model with 16 rows for 12 characters, its queries not zero. """
+    torch.manual_seed(3)
+    cfg = GPTConfig(n_ctx=16, vocab_size=rows, n_layer=2, n_head=2, n_embd=16, residual=residual, residual_blocks=2)
+    model = GPT(cfg)
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=2.0 if name == 'residual.query' else 0.4)
+    folder.mkdir(exist_ok=True)
+    state = {'model': model.state_dict(), 'model_config': model_config(cfg), 'tokenizer': CharTokenizer(chars).state()}
+    save(state, str(folder / 'best.pt'))
+    return model.eval()
+
+
+@pytest.fixture
+def out(tmp_path):
+    checkpoint(tmp_path / 'run')
+    return str(tmp_path / 'run')
+
+
+def config(out, **keys):
+    return SampleConfig(**{'out_dir': out, 'start': 'abc', 'max_new_tokens': 20, 'device': 'cpu'} | keys)
+
+
+def refused(capsys, code=2, *argv):
+    with pytest.raises(SystemExit) as e:
+        S.main(list(argv))
+    err = capsys.readouterr().err
+    assert e.value.code == code and err.count('\n') == 1 and err.startswith('error: '), err
+    return err
+
+
+@pytest.mark.parametrize('residual', ['standard', 'full', 'block'])
+def test_streaming_equals_generate(tmp_path, residual):
+    model = checkpoint(tmp_path / 'run', residual)
+    tok, pieces = CharTokenizer(CHARS), []
+    text, = sample(config(str(tmp_path / 'run'), max_new_tokens=40, seed=5), pieces.append)
+    idx = torch.tensor([tok.ids[c] for c in 'abc'])[None]
+    ids = model.generate(idx, 40, 0.8, 200, None, tok.n_vocab, torch.Generator().manual_seed(5))
+    assert text == tok.decode(ids[0].tolist()) and len(text) == 43
+    assert ''.join(pieces).startswith(text) and len(pieces) >= 41  # one by one
+
+
+def test_seeds(out):
+    texts = [sample(config(out, seed=s)) for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    torch.manual_seed(99)
+    assert sample(config(out, seed=1)) == texts[0]
+    several = sample(config(out, num_samples=3))
+    assert len(set(several)) == 3 and all(t.startswith('abc') for t in several)
+    assert several == sample(config(out, num_samples=3))
+
+
+def test_greedy_samples_are_all_alike_and_alone_or_together(out):
+    assert sample(config(out, temperature=0.0, num_samples=3)) == 3 * sample(config(out, temperature=0.0))
+
+
+def test_samples_share_one_prefill(out, monkeypatch):
+    shapes, forward = [], GPT.forward
+
+    def spied(self, idx, **caches):
+        shapes.append(tuple(idx.shape))
+        return forward(self, idx, **caches)
+    monkeypatch.setattr(GPT, 'forward', spied)
+    sample(config(out, num_samples=4, max_new_tokens=3))
+    assert shapes == [(4, 3), (4, 1), (4, 1)]
+
+
+def test_ids_past_the_vocabulary_are_never_drawn(tmp_path):
+    """ Rows 12 to 15 of the embedding are padding, and here by far the most likely. """
+    model = checkpoint(tmp_path / 'run')
+    state = torch.load(tmp_path / 'run' / 'best.pt')
+    state['model']['lm_head.weight'][12:] *= 100
+    save(state, str(tmp_path / 'run' / 'best.pt'))
+    assert model.config.vocab_size == 16
+    text, = sample(config(str(tmp_path / 'run'), temperature=5.0, max_new_tokens=200))
+    assert set(text) <= set(CHARS)
+
+
+def test_the_checkpoint_brings_its_own_tokenizer(tmp_path):
+    checkpoint(tmp_path / 'run', chars='ABCDEFGHIJKL')
+    text, = sample(config(str(tmp_path / 'run'), start='ABC'))
+    assert set(text) <= set('ABCDEFGHIJKL')
+    with pytest.raises(ValueError, match="start='abc': .*'a'"):
+        sample(config(str(tmp_path / 'run')))
+
+
+def test_prompts_from_files(out, tmp_path, capsys):
+    (tmp_path / 'p.txt').write_text('abc\n', encoding='utf-8')
+    assert sample(config(out, start=f'FILE:{tmp_path}/p.txt'))[0].startswith('abc\n')
+    (tmp_path / 'bad.txt').write_bytes(b'\xff')
+    (tmp_path / 'empty.txt').write_bytes(b'')
+    for name in ('bad.txt', 'empty.txt', 'none.txt', '', 'a\0b'):
+        assert "start='FILE:" in refused(capsys, 2, f'--out_dir={out}', f'--start=FILE:{tmp_path}/{name}')
+
+
+@pytest.mark.parametrize(
+    'argv, said',
+    [
+        (['--start=abz'], "'z' (U+007A)"),
+        (['--start=é'], 'U+00E9'),
+        (['--start='], "start='': must"),
+        (['--temperature=-1'], 'temperature=-1.0: must be'),
+        (['--top_k=0'], 'top_k=0'),
+        (['--top_p=1.5'], 'top_p=1.5'),
+        (['--temperature=nan'], 'temperature=nan'),
+        (['--num_samples=0'], 'num_samples=0'),
+        (['--which=worst'], "which='worst'"),
+        (['--max_new_tokens=0'], 'max_new_tokens=0'),
+        (['--seed=-1'], 'seed=-1'),
+        (['--which=latest'], 'ckpt.pt'),
+        (['--device=abacus'], "device='abacus'"),
+        (['--kernel=fast'], "kernel='fast'"),
+        (['--out_dir=/nowhere'], 'best.pt'),
+    ],
+)
+def test_refusals(argv, said, out, capsys):
+    assert said in refused(capsys, 2, *([] if 'out_dir' in argv[0] else [f'--out_dir={out}']), *argv)
+
+
+@pytest.mark.parametrize('spoil', [
+    lambda s: s | {'tokenizer': {'kind': 'words'}}, lambda s: {k: v for k, v in s.items() if k != 'tokenizer'},
+    lambda s: s | {'model_config': s['model_config'] | {'depth': 3}}, lambda s: s | {'model_config': {'n_layer': -1}},
+    lambda s: s | {'model_config': s['model_config'] | {'n_layer': 3}}, lambda s: s | {'tokenizer': {'kind': 'char'}},
+    lambda s: s | {'tokenizer': CharTokenizer('abcdefghijklmnopqrst').state()}, lambda s: [1]])
+def test_foreign_checkpoints(spoil, out, capsys):
+    save(spoil(torch.load(out + '/best.pt')), out + '/best.pt')
+    refused(capsys, 2, f'--out_dir={out}', '--start=a')
+
+
+def test_the_command(out, capsys):
+    S.main([f'--out_dir={out}', '--start=abc', '--max_new_tokens=10', '--num_samples=2', '--device=cpu'])
+    captured = capsys.readouterr()
+    texts = captured.out.split('\n---------------\n')
+    assert texts[:2] == sample(config(out, max_new_tokens=10, num_samples=2)) and texts[2] == ''
+    assert re.fullmatch(r'[\d,]+ tokens/s\n', captured.err)
+
+
+def test_interactive(out, capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('abc\nxyz\n\nbad\n'))
+    S.main([f'--out_dir={out}', '--interactive', '--max_new_tokens=5'])
+    captured = capsys.readouterr()
+    assert captured.out.count('---------------') == 2 and captured.out.count('> ') == 5
+    assert captured.err.count('tokens/s') == 2 and captured.err.count('error: ') == 2 and "'x'" in captured.err
+
+
+@pytest.mark.parametrize('residual', ['full', 'block'])
+def test_show_depth_is_the_largest_weight_of_the_outputs_read(residual, tmp_path, capsys):
+    model = checkpoint(tmp_path / 'run', residual)
+    cfg = config(str(tmp_path / 'run'), show_depth=True, kernel='torch', max_new_tokens=12, num_samples=2)
+    sampler = Sampler(cfg)
+    out = []
+    text = sampler('abc', out.append)[0]
+    assert 'kernel=reference' in capsys.readouterr().err
+    line = re.search(r'depth (\w+)\n', ''.join(out))[1]
+    seen = []
+    model.residual.kernel = 'reference'
+    model.residual.attend.register_forward_hook(lambda m, wv, h: seen.append(m.alpha(*wv)[:, 0].argmax(0)))
+    ids = torch.tensor([[CHARS.index(c) for c in text[:14]]])  # the tokens before each generated one; no window is cut
+    model(ids)
+    assert [int(c) for c in line] == seen[-1][2:].tolist() and len(set(line)) > 1
+    assert text == sample(config(str(tmp_path / 'run'), max_new_tokens=12, num_samples=2))[0]  # it changes nothing
+
+
+def test_show_depth_is_refused_without_depth_attention(tmp_path, capsys):
+    checkpoint(tmp_path / 'run', 'standard')
+    err = refused(capsys, 2, f'--out_dir={tmp_path}/run', '--show_depth', '--start=a')
+    assert 'show_depth=True: must be off' in err
+
+
+def test_the_depth_line_is_plain_without_a_terminal():
+    assert show_depths([0, 3, 12, 40], 41, False).startswith('depth 03c+\n')
+    painted = show_depths([0, 3, 12, 40], 41, True)
+    assert re.sub(r'\033\[[\d;]*m', '', painted) == show_depths([0, 3, 12, 40], 41, False)
+    assert painted.count('\033[38;5;') == 4 and len(set(re.findall(r'38;5;(\d+)m', painted))) == 3

@@ -1,0 +1,567 @@
+""" The trainer: what a run sees, that it continues to the last bit, what it guards, what it refuses. """
+import io
+import json
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train as T
+from data import prepare as P
+from model import GPT
+from train import TrainConfig, learning_rate
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device('cpu')
+TINY = dict(dataset='tiny', n_layer=2, n_embd=16, n_head=2, n_ctx=8, batch_size=3, max_iters=9, eval_interval=4,
+            eval_iters=2, log_interval=2, warmup_iters=2, learning_rate=1e-2, residual_blocks=2, device='cpu')
+MODES = 'standard', 'full', 'block'
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """ A folder with the prepared dataset tiny, which the trainer then reads. """
+    letters = '.' + ' ' + ''.join(map(chr, range(97, 120)))  # 25 of them
+    text = letters + ''.join(random.Random(1).choices(letters, range(1, 26), k=1175))
+    (tmp_path / 'tiny.txt').write_text(text)
+    P.prepare('tiny', input=tmp_path / 'tiny.txt', root=tmp_path)
+    monkeypatch.setattr(T, 'load', lambda name: P.load(name, root=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def config(root):
+    return lambda **change: TrainConfig(**TINY | {'out_dir': str(root / 'run')} | change)
+
+
+def stop_after(monkeypatch, step, number=signal.SIGTERM):
+    """ Sends a signal to the trainer in the middle of the step that follows `step` finished ones. """
+    update = T.Run.update
+
+    def interrupted(self):
+        if self.now.step == step:
+            os.kill(os.getpid(), number)
+        return update(self)
+    monkeypatch.setattr(T.Run, 'update', interrupted)
+
+
+def everything(folder):
+    """ What a run leaves behind, times apart, as something comparable by ==. """
+    def plain(x):
+        if isinstance(x, torch.Tensor):
+            return x.dtype, x.shape, x.numpy().tobytes()
+        if isinstance(x, dict):
+            return {k: plain(v) for k, v in x.items() if k not in ('seconds', 'out_dir', 'resume', 'overwrite')}
+        if isinstance(x, (list, tuple)):
+            return [plain(v) for v in x]
+        return x
+
+    def run(name):
+        state = T.read_checkpoint(str(folder / name))
+        progress = state['progress']
+        progress['history'] = [h[:3] for h in progress['history']]
+        progress['log'] = [plain(json.loads(line)) for line in progress['log']]
+        return plain(state)
+    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    return run('ckpt.pt'), run('best.pt'), plain(log)
+
+
+# ---- what a run sees
+
+def test_batches_are_a_function_of_seed_and_step(config):
+    a, b = (T.Data(config(**c), CPU) for c in ({'residual': 'full'}, {'learning_rate': 1.0, 'max_iters': 99}))
+    other = T.Data(config(seed=7), CPU)
+    b.train_batch(5, 1)  # an earlier call leaves no trace
+    for step, micro in ((0, 0), (3, 0), (3, 1)):
+        x, y = a.train_batch(step, micro)
+        assert x.shape == (3, 8) and torch.equal(x[:, 1:], y[:, :-1])
+        assert torch.equal(x, b.train_batch(step, micro)[0]) and not torch.equal(x, other.train_batch(step, micro)[0])
+    split = T.Data(config(batch_size=1, gradient_accumulation_steps=3), CPU)  # the same data however a step is split
+    for step in range(20):
+        assert torch.equal(torch.cat([split.train_batch(step, m)[0] for m in range(3)]), a.train_batch(step, 0)[0])
+    assert len({split.train_batch(s, m)[0].numpy().tobytes() for s in range(20) for m in range(3)}) == 60
+
+
+def test_train_batches_reach_every_token(config):
+    data, n = T.Data(config(batch_size=20000), CPU), 1080
+    assert len(data.tokens['train']) == n
+    data.windows = lambda split, starts: starts
+    starts = data.train_batch(0, 0)
+    assert starts.min() == 0 and starts.max() == n - 8 - 1
+
+
+def test_every_mode_starts_at_the_same_loss(config):
+    first = {m: T.train(config(residual=m, out_dir=config().out_dir + m, max_iters=0), quiet=True) for m in MODES}
+    assert len({f'{r["first_loss"]:.4f}' for r in first.values()}) == 1, first
+    assert abs(first['full']['first_loss'] - math.log(25)) < 0.1
+
+
+def test_validation_windows_are_fixed_and_cover_the_text(config):
+    data = T.Data(config(eval_iters=0), CPU)
+    batches = list(data.val_batches())
+    x, y = (torch.cat(t).flatten() for t in zip(*batches, strict=True))
+    val = torch.from_numpy(np.array(data.tokens['val']).astype(np.int64))
+    assert torch.equal(x, val[:len(x)]) and torch.equal(y, val[1:len(y) + 1]) and len(val) - len(x) <= 8
+    few = T.Data(config(eval_iters=2, seed=3), CPU)
+    some = torch.cat([x for x, _ in few.val_batches()])
+    assert some.shape == (6, 8) and torch.equal(some[0], val[:8]) and torch.equal(some[-1], x[-8:])
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(few.val_batches(), few.val_batches(), strict=True))
+    shared = [[x for x, _ in data.val_batches(r, 3)] for r in range(3)]
+    dealt = [shared[i % 3][i // 3] for i in range(len(batches))]
+    assert torch.equal(torch.cat(dealt), torch.cat([b[0] for b in batches]))
+
+
+def test_evaluation_is_the_mean_over_tokens(config):
+    cfg = config(eval_iters=0, dropout=0.5)
+    run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, quiet=True)
+    run.warm_up()
+    x, y = (torch.cat(t) for t in zip(*run.data.val_batches(), strict=True))
+    value = run.evaluate()
+    assert run.model.training and run.evaluate() == value
+    assert value == pytest.approx(run.model.eval()(x, y)[1].item(), rel=1e-5)
+
+
+def test_learning_rate():
+    cfg = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, max_iters=109)
+    assert learning_rate(cfg, 0) == 0.1 and learning_rate(cfg, 8) == pytest.approx(0.9)
+    assert learning_rate(cfg, 9) == 1.0 and learning_rate(cfg, 59) == pytest.approx(0.55)
+    assert learning_rate(cfg, 109) == pytest.approx(0.1) == learning_rate(cfg, 10**6)
+    rates = [learning_rate(cfg, s) for s in range(110)]
+    assert rates[:10] == sorted(rates[:10]) and rates[9:] == sorted(rates[9:], reverse=True) and min(rates) > 0
+    long = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, max_iters=109, lr_decay_iters=209)
+    assert learning_rate(long, 109) == pytest.approx(0.55)
+    flat = TrainConfig(learning_rate=1.0, decay_lr=False)
+    assert {learning_rate(flat, s) for s in (0, 1, 5000)} == {1.0}
+
+
+def test_accumulation_equals_one_large_batch(config, monkeypatch):
+    """ Two batches of 3 give the step that one of 6 gives, whatever the loss says about the number of tokens. """
+    cfg = config(gradient_accumulation_steps=2)
+    def one_step(cfg):
+        run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, quiet=True)
+        run.warm_up()
+        return run, run.update()
+    run, (loss, norm, rate) = one_step(cfg)
+    both = [torch.cat(t) for t in zip(*(run.data.train_batch(0, m) for m in range(2)), strict=True)]
+    monkeypatch.setattr(T.Data, 'train_batch', lambda self, step, micro: both)
+    large, (loss6, norm6, _) = one_step(config(batch_size=6))
+    assert loss == pytest.approx(loss6, rel=1e-6) and norm == pytest.approx(norm6, rel=1e-5)
+    assert rate == learning_rate(cfg, 0) == run.optimizer.param_groups[0]['lr']
+    for a, b in zip(run.model.parameters(), large.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_are_clipped_and_queries_do_not_decay(config):
+    cfg = config(grad_clip=1e-3, residual='full')
+    run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, quiet=True)
+    run.warm_up()
+    seen = []
+    run.optimizer.register_step_pre_hook(lambda *a: seen.append(
+        torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm().item()))
+    _, norm, _ = run.update()
+    assert norm > 0.1 and seen[0] == pytest.approx(1e-3, rel=1e-2)
+    still = {id(p) for p in run.optimizer.param_groups[1]['params']}
+    assert {id(run.model.residual.query), id(run.model.residual.key_gain)} <= still
+    assert run.optimizer.param_groups[1]['weight_decay'] == 0
+
+
+# ---- what it writes
+
+def test_log_and_checkpoints(config):
+    result = T.train(config(residual='block'), quiet=True)
+    out = Path(result['out_dir'])
+    log = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
+    assert log[0] == {'config': asdict(config(residual='block')) | {'vocab_size': 25}}
+    assert [r['step'] for r in log[1:] if 'val_loss' in r] == [0, 4, 8, 9]
+    assert [r['step'] for r in log[1:] if 'loss' in r] == [2, 4, 6, 8]
+    assert all(r['grad_norm'] > 0 and r['lr'] > 0 for r in log[1:] if 'loss' in r)
+    assert result['final_loss'] < result['first_loss'] and result['step'] == 9 and result['stopped'] is None
+    assert result['best_loss'] == min(h[1] for h in result['history'])
+    assert T.read_checkpoint(str(out / 'best.pt'))['progress']['step'] == result['best_step']
+    assert sorted(p.name for p in out.iterdir()) == ['best.pt', 'ckpt.pt', 'lock', 'log.jsonl']
+    model = GPT.from_checkpoint(str(out))  # loads with weights_only, into the plain model
+    assert not any('_orig_mod' in k or k.startswith('module.') for k in model.state_dict())
+
+
+def test_a_compiled_model_saves_plain_names(config, monkeypatch):
+    monkeypatch.setattr(torch, 'compile', lambda m: torch._dynamo.eval_frame.OptimizedModule(m, lambda f: f))
+    T.train(config(compile=True, max_iters=1), quiet=True)
+    names = T.read_checkpoint(config().out_dir + '/ckpt.pt')['model']
+    assert names.keys() == GPT(config().model(25)).state_dict().keys()
+
+
+def test_the_running_mean_covers_the_steps_since_the_last_evaluation(config):
+    result = T.train(config(log_interval=1), quiet=True)
+    log = [json.loads(line) for line in (Path(result['out_dir']) / 'log.jsonl').read_text().splitlines()]
+    loss = {r['step']: r['loss'] for r in log if 'loss' in r}
+    for (a, *_), (b, _, mean, _) in zip(result['history'], result['history'][1:], strict=False):
+        assert mean == pytest.approx(sum(loss[s] for s in range(a + 1, b + 1)) / (b - a))
+
+
+# ---- going on
+
+CASES = [
+    ('standard', 'auto', 'float32', 1, 0.0),
+    ('full', 'reference', 'float32', 2, 0.2),
+    ('full', 'torch', 'float32', 1, 0.0),
+    ('block', 'reference', 'bfloat16', 1, 0.0),
+    ('block', 'torch', 'bfloat16', 2, 0.2),
+    ('standard', 'auto', 'bfloat16', 2, 0.2),
+    ('full', 'torch', 'bfloat16', 1, 0.2),
+    ('block', 'torch', 'float32', 2, 0.0),
+]
+
+
+@pytest.mark.parametrize('residual, kernel, dtype, accumulation, dropout', CASES)
+def test_a_resumed_run_is_the_same_run(
+    residual, kernel, dtype, accumulation, dropout, config, root, monkeypatch, capsys
+):
+    keys = dict(residual=residual, kernel=kernel, dtype=dtype, gradient_accumulation_steps=accumulation,
+                dropout=dropout)
+    whole = T.train(config(**keys, out_dir=str(root / 'whole')), quiet=True)
+    stopped = [2, 4]  # in the middle of the step after; 4 is evaluated first
+    for i, step in enumerate(stopped):
+        with monkeypatch.context() as m:
+            stop_after(m, step, (signal.SIGINT, signal.SIGTERM)[i])
+            result = T.train(config(**keys, resume=i > 0))
+        assert result['stopped'] == ('SIGINT', 'SIGTERM')[i] and result['step'] == step + 1
+        assert f'go on with: python train.py --out_dir={root}/run --resume' in capsys.readouterr().out
+        torch.manual_seed(i)  # whatever the world does in between
+        with open(root / 'run' / 'log.jsonl', 'a') as f:
+            f.write('{"step": 999}\n')  # logged after the checkpoint: cut off
+    again = T.main([f'--out_dir={root}/run', '--resume'])  # every key comes from the checkpoint
+    assert everything(root / 'whole') == everything(root / 'run')
+    assert [h[:3] for h in again['history']] == [h[:3] for h in whole['history']]
+
+
+def test_dropout_does_not_depend_on_the_past(config, root):
+    """ Steps 3 .. of a run do not care what drew random numbers before. """
+    whole = T.train(config(dropout=0.5), quiet=True)
+    update, out = T.Run.update, str(root / 'other')
+
+    def noisy(self):
+        torch.rand(self.now.step + 1)
+        return update(self)
+    T.Run.update = noisy
+    try:
+        assert T.train(config(dropout=0.5, out_dir=out), quiet=True)['final_loss'] == whole['final_loss']
+    finally:
+        T.Run.update = update
+    assert T.train(config(dropout=0.0, out_dir=out, overwrite=True), quiet=True)['final_loss'] != whole['final_loss']
+
+
+def test_a_finished_run_resumes_to_nothing(config, root):
+    T.train(config(), quiet=True)
+    before = everything(root / 'run')
+    T.train(config(resume=True), quiet=True)
+    assert everything(root / 'run') == before
+
+
+def test_nothing_is_overwritten_unless_asked(config, root):
+    T.train(config(), quiet=True)
+    before = (root / 'run' / 'ckpt.pt').read_bytes()
+    with pytest.raises(ValueError, match='out_dir=.*holds? a run already.*--resume.*--overwrite'):
+        T.train(config(seed=3), quiet=True)
+    with pytest.raises(ValueError, match='n_layer='):  # refused before it took anything
+        T.train(config(seed=3, overwrite=True, n_layer=10**9), quiet=True)
+    assert (root / 'run' / 'ckpt.pt').read_bytes() == before
+    assert T.train(config(seed=3, overwrite=True), quiet=True)['step'] == 9
+    assert T.read_run(str(root / 'run'))['config']['seed'] == 3
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'residual': 'full'},
+        {'n_layer': 3},
+        {'seed': 4},
+        {'learning_rate': 3e-3},
+        {'n_ctx': 4},
+        {'vocab_size': 64},
+        {'batch_size': 4},
+        {'dtype': 'bfloat16'},
+        {'max_iters': 10},
+    ],
+)
+def test_a_mismatch_is_named(change, config, root, capsys):
+    T.train(config(max_iters=0), quiet=True)
+    (key, value), = change.items()
+    with pytest.raises(SystemExit) as e:
+        T.main([f'--out_dir={root}/run', '--resume', f'--{key}={value}'])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith(f'error: {key}={value!r}: must be ') and err.count('\n') == 1
+
+
+def test_changed_data_is_noticed(config, root):
+    T.train(config(max_iters=1), quiet=True)
+    for split in ('train', 'val'):
+        path = root / 'tiny' / f'{split}.bin'
+        good = path.read_bytes()
+        for place in (0, len(good) // 4 * 2, len(good) - 2):
+            path.write_bytes(good[:place] + bytes([(good[place] + 1) % 20]) + good[place + 1:])
+            with pytest.raises(ValueError, match='token files=.*must be'):
+                T.train(config(resume=True, max_iters=1), quiet=True)
+        path.write_bytes(good)
+    meta = json.loads((root / 'tiny' / 'meta.json').read_text())
+    meta['tokenizer']['chars'] = meta['tokenizer']['chars'][::-1]
+    (root / 'tiny' / 'meta.json').write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match='tokenizer=.*must be'):
+        T.train(config(resume=True, max_iters=1), quiet=True)
+
+
+def spoil(path, how):
+    """ Makes the checkpoint at path bad in one way. """
+    state = torch.load(path, weights_only=True)
+    data = path.read_bytes()
+    if how == 'truncated':
+        path.write_bytes(data[:len(data) // 2])
+    elif how == 'empty':
+        path.write_bytes(b'')
+    elif how == 'text':
+        path.write_text('not a checkpoint')
+    elif how == 'code':
+        torch.save(state | {'rng': Evil()}, path)
+    elif how == 'legacy code':
+        torch.save(Evil(), path, _use_new_zipfile_serialization=False)
+    elif how == 'foreign':
+        torch.save({'weights': torch.zeros(3)}, path)
+    elif how == 'a list':
+        torch.save([1, 2], path)
+    elif how == 'older':
+        torch.save({k: v for k, v in state.items() if k != 'progress'}, path)
+    elif how == 'a key more':
+        state['run']['momentum'] = state['config']['momentum'] = 3
+        torch.save(state, path)
+    elif how == 'other shape':
+        state['model']['transformer.wpe.weight'] = torch.zeros(9, 16)
+        torch.save(state, path)
+    elif how == 'gone':
+        path.unlink()
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ('pwned',)
+
+
+@pytest.mark.parametrize(
+    'how',
+    [
+        'truncated',
+        'empty',
+        'text',
+        'code',
+        'legacy code',
+        'foreign',
+        'a list',
+        'older',
+        'a key more',
+        'other shape',
+        'gone',
+    ],
+)
+def test_bad_checkpoints_are_refused_in_one_line(how, config, root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    T.train(config(max_iters=0), quiet=True)
+    spoil(root / 'run' / 'ckpt.pt', how)
+    with pytest.raises(SystemExit) as e:
+        T.main([f'--out_dir={root}/run', '--resume'])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith('error: ') and err.count('\n') == 1
+    assert ('momentum' if how == 'a key more' else 'ckpt.pt') in err
+    assert not (root / 'pwned').exists()
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(config, root, monkeypatch):
+    path = str(root / 'a.pt')
+    T.save({'x': 1}, path)
+
+    def full(state, f):
+        f.write(b'half')
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(torch, 'save', full)
+    with pytest.raises(RuntimeError, match='a.pt: could not be written .*No space left.*stands'):
+        T.save({'x': 2}, path)
+    assert torch.load(path) == {'x': 1} and not os.path.exists(path + '.tmp')
+
+
+def test_a_checkpoint_is_synced_before_it_takes_the_name(root, monkeypatch):
+    order = []
+    for name in ('fsync', 'replace'):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: order.append(name) or real(*a))
+    T.save({'x': 1}, str(root / 'a.pt'))
+    assert order[:2] == ['fsync', 'replace']
+
+
+def test_one_run_a_folder(config, root):
+    with T.own(str(root / 'run')):
+        with pytest.raises(ValueError, match='out_dir=.*another run'):
+            T.train(config(), quiet=True)
+    T.train(config(), quiet=True)
+
+
+@pytest.mark.parametrize('out_dir', ['file', 'file/below', '/proc/none'])
+def test_unwritable_folders(out_dir, config, root):
+    (root / 'file').write_text('')
+    with pytest.raises(ValueError, match='out_dir=.*must be a writable folder'):
+        T.train(config(out_dir=str(root / out_dir)), quiet=True)
+
+
+# ---- guards
+
+def test_not_finite_stops_or_is_skipped(config, root, monkeypatch):
+    batch = T.Data.train_batch
+    forward = GPT.forward
+
+    def nan(self, idx, targets=None, caches=None):
+        logits, loss = forward(self, idx, targets, caches)
+        return logits, loss * float('nan') if self.training and nan.on else loss
+    def train_batch(self, step, micro):
+        nan.on = step == 5
+        return batch(self, step, micro)
+    monkeypatch.setattr(GPT, 'forward', nan)
+    monkeypatch.setattr(T.Data, 'train_batch', train_batch)
+    said = 'loss nan, gradient norm nan at step 5;.*ckpt.pt holds step 4.*learning_rate.*skip'
+    with pytest.raises(RuntimeError, match=said):
+        T.train(config(), quiet=True)
+    assert all(v.isfinite().all() for v in T.read_run(str(root / 'run'))['model'].values())
+    result = T.main([f'--out_dir={root}/run', '--resume', '--nonfinite=skip'])
+    assert result['skipped'] == 1 and result['step'] == 9 and math.isfinite(result['final_loss'])
+    assert json.loads((root / 'run' / 'log.jsonl').read_text().splitlines()[-1])['skipped'] == 1
+
+
+def test_a_gradient_that_is_not_finite_stops_too(config, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', lambda *a: torch.tensor(math.inf))
+    with pytest.raises(RuntimeError, match='gradient norm inf at step 0; .*ckpt.pt holds step 0'):
+        T.train(config(), quiet=True)
+
+
+def test_validation_loss_that_is_not_finite_is_never_saved(config, root, monkeypatch):
+    monkeypatch.setattr(T.Run, 'evaluate', lambda self: math.nan if self.now.step else 3.0)
+    with pytest.raises(RuntimeError, match='validation loss nan at step 4; .*holds step 0'):
+        T.train(config(), quiet=True)
+    assert T.read_run(str(root / 'run'))['progress']['step'] == 0
+
+
+def test_patience(config, monkeypatch):
+    values = iter([3.0, 2.0, 2.5, 2.0, 1.0, 1.0])
+    monkeypatch.setattr(T.Run, 'evaluate', lambda self: next(values))
+    result = T.train(config(eval_interval=1, patience=2), quiet=True)
+    assert (result['step'], result['best_step'], result['best_loss']) == (3, 1, 2.0)
+
+
+@pytest.mark.parametrize(
+    'change, said',
+    [
+        ({'n_ctx': 120}, 'n_ctx=120: must be below 120'),
+        ({'vocab_size': 9}, 'vocab_size=9'),
+        ({'dataset': 'none'}, "dataset='none'"),
+        ({'device': 'cuda:77'}, "device='cuda:77'"),
+        ({'dtype': 'float16'}, "dtype='float16'"),
+        ({'batch_size': 2**30}, 'batch_size='),
+        ({'n_embd': 2**20}, 'n_embd=.*must fit into memory'),
+        ({'n_layer': 2**30}, 'n_layer'),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_before_anything_is_made(change, said, config, root):
+    with pytest.raises(ValueError, match=said):
+        T.train(config(**change), quiet=True)
+    assert not (root / 'run').exists()
+
+
+def test_token_ids_past_the_vocabulary_are_refused(config, root):
+    path = root / 'tiny' / 'val.bin'
+    path.write_bytes(path.read_bytes()[:-2] + b'\x19\x00')
+    with pytest.raises(ValueError, match="dataset='tiny': must have token ids below 25, val.bin has 25"):
+        T.train(config(), quiet=True)
+
+
+def test_memory_does_not_grow_with_what_was_read(config, root):
+    """ 10,000 batches from a token file of 1 GB (sparse) cost less than 50 MB of resident memory. """
+    meta = json.loads((root / 'tiny' / 'meta.json').read_text())
+    meta['tokens']['train'] = 2**29
+    (root / 'tiny' / 'meta.json').write_text(json.dumps(meta))
+    os.truncate(root / 'tiny' / 'train.bin', 2**30)
+    resident = lambda: int(Path('/proc/self/statm').read_text().split()[1]) * resource.getpagesize()  # noqa: E731
+    if not os.path.exists('/proc/self/statm'):
+        pytest.skip('needs /proc')
+    before = resident()
+    data = T.Data(config(), CPU)
+    for step in range(10_000):
+        data.train_batch(step, 0)
+    assert resident() - before < 50e6
+
+
+def test_train_prepares_and_prints_its_choices(config, capsys):
+    T.train(config(residual='block'))
+    out = capsys.readouterr().out
+    for said in ('4 sublayers in 2 residual blocks of 2', '1 x cpu, float32, kernel ', 'M parameters', '9 steps of 24 tokens',
+                 ' minutes; ', 'GiB', 'step     9: validation loss'):
+        assert said in out
+
+
+def test_accumulation_must_divide_among_processes(config, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(ValueError, match='gradient_accumulation_steps=3: must be divisible by 2'):
+        T.train(config(gradient_accumulation_steps=3), quiet=True)
+
+
+def test_checkpoints_hold_no_second_copy_on_resume(config, root, monkeypatch):
+    """ A resumed run lets go of the state that it read. """
+    import gc
+    import weakref
+    T.train(config(max_iters=1), quiet=True)
+    seen, read = [], T.read_run
+
+    def spied(out_dir):
+        state = read(out_dir)
+        seen.append(weakref.ref(state['model']['lm_head.weight']))
+        return state
+    monkeypatch.setattr(T, 'read_run', spied)
+    loop = T.Run.loop
+    monkeypatch.setattr(T.Run, 'loop', lambda self, stop: (gc.collect(), seen.append(seen[0]()), loop(self, stop)))
+    T.train(config(max_iters=1, resume=True), quiet=True)
+    assert seen[1] is None
+
+
+# ---- several processes
+
+@pytest.mark.slow
+@pytest.mark.parametrize('residual', ['standard', 'block'])
+def test_the_number_of_processes_changes_nothing_but_rounding(residual, tmp_path):
+    keys = TINY | {'residual': residual, 'gradient_accumulation_steps': 4, 'dropout': 0.1, 'eval_iters': 5,
+                   'log_interval': 1, 'dataset': 'shakespeare_char'}
+    args, env = ['train.py', *(f'--{k}={v}' for k, v in keys.items())], os.environ | {'OMP_NUM_THREADS': '1'}
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2']
+    for start, out in (([sys.executable], 'one'), (torchrun, 'two')):
+        r = subprocess.run([*start, *args, f'--out_dir={tmp_path / out}'], cwd=ROOT, env=env, text=True,
+                           capture_output=True)
+        assert r.returncode == 0, r.stderr[-2000:]
+        assert r.stdout.count('step     9: validation') == 1  # one process speaks
+    logs = [[json.loads(line) for line in (tmp_path / out / 'log.jsonl').read_text().splitlines()]
+            for out in ('one', 'two')]
+    assert len(logs[0]) == len(logs[1]) == 1 + 9 + 4
+    for a, b in zip(*(log[1:] for log in logs), strict=True):
+        for key in a.keys() - {'seconds'}:
+            assert a[key] == b[key] or a[key] == pytest.approx(b[key], rel=2e-4), (a, b)
+    one, two = (GPT.from_checkpoint(str(tmp_path / out / 'ckpt.pt')) for out in ('one', 'two'))
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3)
+    assert not any('module.' in k for k in two.state_dict())
+
+
+def test_saving_what_it_holds_needs_no_code(config, root):
+    T.train(config(max_iters=1), quiet=True)
+    state = torch.load(io.BytesIO((root / 'run' / 'ckpt.pt').read_bytes()), weights_only=True)
+    assert {'model', 'model_config', 'tokenizer', 'config', 'optimizer', 'progress'} <= state.keys()
+    assert state['tokenizer']['kind'] == 'char' and 'kernel' not in state['model_config']
