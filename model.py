@@ -438,10 +438,7 @@ def load_gpt2(name):
     """ transformers' GPT2LMHeadModel, from this machine if it is here; ValueError if it cannot be had or differs. """
     try:
         from transformers import GPT2LMHeadModel
-    except ImportError as e:
-        raise ValueError(f"{name!r}: needs a package ({e}); pip install 'transformers>=4.40'") from e
-    load = partial(GPT2LMHeadModel.from_pretrained, name, output_loading_info=True)
-    try:
+        load = partial(GPT2LMHeadModel.from_pretrained, name, output_loading_info=True)
         try:
             gpt2, info = load(local_files_only=True)
         except OSError:
@@ -450,8 +447,10 @@ def load_gpt2(name):
             from huggingface_hub import HfApi
             HfApi().model_info(name, timeout=20)  # fails at once where load tries again and again
             gpt2, info = load()
-    except Exception as e:  # the file's, the format's, the network's
-        raise ValueError(f'{name!r}: not to be had as GPT-2 ({type(e).__name__}: {" ".join(str(e).split())[:200]})') from e
+    except Exception as e:  # the package, the file, its format, the network
+        hint = "; pip install 'transformers>=4.40'" if isinstance(e, ImportError) else ''
+        fault = ' '.join(str(e).split())[:200]
+        raise ValueError(f'{name!r}: must be a GPT-2 that can be loaded ({type(e).__name__}: {fault}){hint}') from e
     c = gpt2.config
     same = (c.activation_function in ('gelu_new', 'gelu_pytorch_tanh') and c.n_inner in (None, 4 * c.n_embd)
             and c.scale_attn_weights and not c.scale_attn_by_inverse_layer_idx and c.tie_word_embeddings)
@@ -467,8 +466,8 @@ def transpose(weights):
 
 def initial_weights(source, config, tokenizer):
     """ A GPT(config), under any residual rule, with the weights of a standard run's folder; tokenizer: its state(). """
-    state = load_checkpoint(next((path for file in ('best.pt', 'ckpt.pt')
-                                  if os.path.exists(path := os.path.join(source, file))), source))
+    best = os.path.join(source, 'best.pt')
+    state = load_checkpoint(best if os.path.exists(best) else os.path.join(source, 'ckpt.pt'))
     old = state['model_config']
     if old.get('residual') != 'standard':
         raise ValueError(f'residual={old.get("residual")!r} in {source!r}: must be standard for weights to go on')

@@ -539,8 +539,8 @@ def test_checkpoints_hold_no_second_copy_on_resume(config, root, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('residual', ['standard', 'block'])
 def test_the_number_of_processes_changes_nothing_but_rounding(residual, tmp_path):
-    keys = TINY | {'residual': residual, 'gradient_accumulation_steps': 4, 'dropout': 0.1, 'eval_iters': 5,
-                   'log_interval': 1, 'dataset': 'shakespeare_char'}
+    keys = TINY | {'residual': residual, 'gradient_accumulation_steps': 4, 'dropout': 0.1, 'eval_iters': 5}
+    keys |= {'log_interval': 1, 'dataset': 'shakespeare_char'}
     args, env = ['train.py', *(f'--{k}={v}' for k, v in keys.items())], os.environ | {'OMP_NUM_THREADS': '1'}
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2']
     for start, out in (([sys.executable], 'one'), (torchrun, 'two')):
