@@ -348,21 +348,19 @@ class GPT(nn.Module):
     def from_pretrained(cls, name_or_dir, residual='standard', **overrides):
         """ GPT-2's weights under any residual rule, in eval mode: gpt2, gpt2-medium ... or a folder of transformers.
 
-        overrides: keys of GPTConfig that the weights leave open; n_ctx may be lowered. Full and Block start as the same
-        function but for norm_eps (zero-query identity). ValueError names what does not fit.
+        overrides: what of GPTConfig the weights leave open, or a lower n_ctx. Every rule starts as GPT-2 but for norm_eps.
         """
         gpt2 = load_gpt2(name_or_dir)
         c = gpt2.config
-        fixed = dict(vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, bias=True,
-                     norm_eps=c.layer_norm_epsilon)
-        for key, value in fixed.items():
+        fixed = {k: getattr(c, k) for k in ('vocab_size', 'n_layer', 'n_head', 'n_embd')}
+        for key, value in (fixed := fixed | {'bias': True, 'norm_eps': c.layer_norm_epsilon}).items():
             if overrides.get(key, value) != value:
                 raise ValueError(f'{key}={overrides[key]!r}: must be {value!r}, as in the weights of {name_or_dir!r}')
         model = cls(GPTConfig(**{'n_ctx': c.n_positions, 'residual': residual} | overrides | fixed))
-        if model.config.n_ctx > c.n_positions:
-            raise ValueError(f'n_ctx={model.config.n_ctx}: must be at most {c.n_positions}, as in {name_or_dir!r}')
-        weights = transpose(gpt2.state_dict())
-        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:model.config.n_ctx]
+        weights, n_ctx = transpose(gpt2.state_dict()), model.config.n_ctx
+        if n_ctx > c.n_positions:
+            raise ValueError(f'n_ctx={n_ctx}: must be at most {c.n_positions}, as in the weights of {name_or_dir!r}')
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:n_ctx]
         model.load_state_dict(model.state_dict() | weights)  # what belongs to the rule stays as it is
         return model.eval()
 

@@ -324,6 +324,10 @@ def spoil(path, how):
     data = path.read_bytes()
     if how == 'truncated':
         path.write_bytes(data[:len(data) // 2])
+    elif how == 'one bit of a weight':
+        weight = state['model']['transformer.wte.weight'].numpy().tobytes()
+        at = data.index(weight) + 5
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
     elif how == 'empty':
         path.write_bytes(b'')
     elif how == 'text':
@@ -357,6 +361,7 @@ class Evil:
     'how',
     [
         'truncated',
+        'one bit of a weight',
         'empty',
         'text',
         'code',
@@ -453,11 +458,13 @@ def test_validation_loss_that_is_not_finite_is_never_saved(config, root, monkeyp
     assert T.read_run(str(root / 'run'))['progress']['step'] == 0
 
 
-def test_patience(config, monkeypatch):
+def test_patience_and_best(config, root, monkeypatch):
     values = iter([3.0, 2.0, 2.5, 2.0, 1.0, 1.0])
     monkeypatch.setattr(T.Run, 'evaluate', lambda self: next(values))
     result = T.train(config(eval_interval=1, patience=2), quiet=True)
     assert (result['step'], result['best_step'], result['best_loss']) == (3, 1, 2.0)
+    steps = [T.read_checkpoint(str(root / 'run' / name))['progress']['step'] for name in ('best.pt', 'ckpt.pt')]
+    assert steps == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -505,8 +512,8 @@ def test_memory_does_not_grow_with_what_was_read(config, root):
 def test_train_prepares_and_prints_its_choices(config, capsys):
     T.train(config(residual='block'))
     out = capsys.readouterr().out
-    for said in ('4 sublayers in 2 residual blocks of 2', '1 x cpu, float32, kernel ', 'M parameters', '9 steps of 24 tokens',
-                 ' minutes; ', 'GiB', 'step     9: validation loss'):
+    for said in ('4 sublayers in 2 residual blocks of 2', '1 x cpu, float32, kernel ', 'M parameters',
+                 '9 steps of 24 tokens', ' minutes; ', 'GiB', 'step     9: validation loss'):
         assert said in out
 
 
