@@ -84,7 +84,7 @@ def depth_attention(h, sublayers, query, S, eps, path):
 
 
 # -----------------------------------------------------------------------------
-# PyTorch, any device. What lives from forward to backward: the sources, a number per pair (source, read), one per source.
+# PyTorch, any device. What lives from forward to backward: the sources, a number per pair (source, read), one a source.
 # In Block mode the sum in progress after each sublayer is a source too, of a single read; it is finished, and open to
 # all later reads, after every S-th sublayer. So row i of `source` is what the first i sublayers left behind, finished
 # if i is a multiple of S. T tokens (all leading dimensions together), D width, R reads, C = CHUNK.
@@ -263,8 +263,6 @@ class _TorchRead(torch.autograd.Function):
         if not again:
             ctx.kept = None
         dh = torch.zeros_like(own[l]) if dh is None else dh.reshape(T, D)
-        if l % S == 0 or l == R - 1:
-            later = None
         step = _torch_source_op if torch.compiler.is_compiling() else _torch_source
         with torch.autocast(own.device.type, enabled=False):
             dv = step(dh, h.view(T, D), query, source, alpha, rstd, dots, far, dq, later, l, S)
@@ -273,9 +271,9 @@ class _TorchRead(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# Triton, CUDA. `_read_kernel` passes over the sources once and keeps, per query, a running weighted sum; several queries
-# may look on, and a mean found earlier joins like a source whose score is its lse. Adding to the sum in progress and the
-# LayerNorm that follows are done in passing. `_source_kernel`: the gradients of a few sources in one pass over all dh.
+# Triton, CUDA. `_read_kernel` passes over the sources once and keeps, per query, a running weighted sum; several
+# queries may look on, and a mean found earlier joins like a source whose score is its lse. Adding to the sum in progress
+# and the LayerNorm that follows are done in passing. `_source_kernel`: gradients of a few sources in one pass over dh.
 
 GROUP = 4           # backward: sources that share a pass over the gradients of later reads
 PROGRAMS = 512      # backward: programs in a launch; each adds up the gradients of query, weight, bias over its rows

@@ -346,14 +346,12 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_dir, residual='standard', **overrides):
-        """ GPT-2's weights under any residual rule, in eval mode: gpt2, gpt2-medium ... or a folder of transformers.
-
-        overrides: what of GPTConfig the weights leave open, or a lower n_ctx. Every rule starts as GPT-2 but for norm_eps.
-        """
+        """ GPT-2 under any residual rule, in eval mode; overrides: what of GPTConfig its weights leave open. """
         gpt2 = load_gpt2(name_or_dir)
         c = gpt2.config
-        fixed = {k: getattr(c, k) for k in ('vocab_size', 'n_layer', 'n_head', 'n_embd')}
-        for key, value in (fixed := fixed | {'bias': True, 'norm_eps': c.layer_norm_epsilon}).items():
+        fixed = {key: getattr(c, key) for key in ('vocab_size', 'n_layer', 'n_head', 'n_embd')}
+        fixed |= {'bias': True, 'norm_eps': c.layer_norm_epsilon}
+        for key, value in fixed.items():
             if overrides.get(key, value) != value:
                 raise ValueError(f'{key}={overrides[key]!r}: must be {value!r}, as in the weights of {name_or_dir!r}')
         model = cls(GPTConfig(**{'n_ctx': c.n_positions, 'residual': residual} | overrides | fixed))

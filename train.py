@@ -31,10 +31,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from tqdm import tqdm
 
+import baselines  # noqa: F401 - importing it registers its rules
 import config as configuration
 import kernels
 from data.prepare import load
-from model import GPT, GPTConfig, load_checkpoint, model_config
+from model import GPT, GPTConfig, initial_weights, load_checkpoint, model_config
 
 
 @dataclass
@@ -42,6 +43,7 @@ class TrainConfig(GPTConfig):
     vocab_size: int = 0  # rows of the embedding; 0: as many as the tokenizer has, BPE padded to a multiple of 64
     dataset: str = 'shakespeare_char'  # folder under data/ that holds train.bin, val.bin and meta.json
     out_dir: str = 'out/run'  # where checkpoints and log.jsonl go
+    init_from: str = ''  # begin with weights: gpt2, gpt2-medium, ..., or the folder of a run in standard mode
     resume: bool = False  # go on from out_dir/ckpt.pt; keys that are not given come from there
     overwrite: bool = False  # replace the run that out_dir holds
     seed: int = 1337  # of the weights, the order of the batches and dropout
@@ -300,6 +302,18 @@ def learning_rate(cfg, step):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
 
 
+def first_model(cfg, data):
+    """ The model to begin with: its weights drawn, or those of init_from under the rule asked for. """
+    model = cfg.model(data.rows)
+    if not cfg.init_from or cfg.resume:
+        return GPT(model)
+    if os.path.exists(os.path.join(cfg.init_from, 'ckpt.pt')):
+        return initial_weights(cfg.init_from, model, data.meta['tokenizer'])
+    if data.meta['tokenizer']['kind'] != 'gpt2':
+        raise ValueError(f'dataset={cfg.dataset!r}: must be of --tokenizer=gpt2 for init_from={cfg.init_from!r}')
+    return GPT.from_pretrained(cfg.init_from, **asdict(model))
+
+
 class Run:
     """ A run under way: what it trains (model, optimizer, data) and how far it is (now). """
     def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False):
@@ -309,7 +323,7 @@ class Run:
         self.ckpt, self.best, self.log = (os.path.join(cfg.out_dir, f) for f in ('ckpt.pt', 'best.pt', 'log.jsonl'))
         self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx  # in a step
         torch.manual_seed(cfg.seed)
-        self.model = GPT(cfg.model(data.rows)).to(self.device).train()
+        self.model = first_model(cfg, data).to(self.device).train()
         self.optimizer = self.model.configure_optimizers(cfg.weight_decay, cfg.learning_rate, (cfg.beta1, cfg.beta2))
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
         self.now = SimpleNamespace(  # what a checkpoint keeps, too; random numbers follow from step

@@ -27,9 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120  # per change; longer means that it loops for ever, which is noticed
 
 TARGETS = {  # file: (its functions and classes to break, test files)
-    'model.py': ('GPTConfig Standard DepthAttention AttnRes FullAttnRes BlockAttnRes LayerNorm Cache MLP Sublayer '
-                 'Block CausalSelfAttention GPT load_checkpoint model_config check_sampling pick',
-                 ('tests/test_model.py',)),
+    'model.py': ('GPTConfig Standard DepthAttention AttnRes FullAttnRes BlockAttnRes LayerNorm Cache MLP Sublayer pick '
+                 'Block CausalSelfAttention GPT load_checkpoint model_config check_sampling', ('tests/test_model.py',)),
 }
 EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can tell
     ('DepthAttention.forward', '', 'zip(self.alpha(w, v), v, strict=True)', 'zip(self.alpha(w, v), v)'): 'equally long',
@@ -46,6 +45,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('CausalSelfAttention.forward', 'T > 1', 'T > 1', '(T >= 1)'): 'one query: a mask of ones',
     ('Block.sublayers', '', 'self.attn if cache is None else partial(self.attn, cache=cache)',
      'partial(self.attn, cache=cache)'): 'None is the default of cache',
+    ('GPT.from_checkpoint', 'best.pt', 'os.path.isdir(path)', 'os.path'): 'a file has no best.pt below it',
     ('GPT.from_checkpoint', '', 'model.to(device)', 'model'): 'the tests have one device',
     ('load_checkpoint', 'torch.load', 'torch.load(path, map_location=device, weights_only=True)',
      'torch.load(path, map_location=device)'): 'the default since torch 2.6',

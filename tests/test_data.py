@@ -1,10 +1,12 @@
 """ Text to token files: the tokenizers, what prepare writes, what it refuses, what a kill leaves behind. """
 import errno
+import gzip
 import hashlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +15,10 @@ import time
 import numpy as np
 import pytest
 
+from data import documents as D
 from data import prepare as P
+from data import tokenizer as T
+from data.documents import prepare_documents
 from data.prepare import DATA, CharTokenizer, GPT2Tokenizer, load, prepare, tokenizer_from
 
 FILES = 'meta.json', 'train.bin', 'val.bin'
@@ -125,15 +130,34 @@ def test_gpt2_facts(bpe):
     assert bpe.decode(half) == '\ufffd' and bpe.streamer()(int(half[0])) == ''
 
 
+@pytest.mark.parametrize('seed', range(20))
+def test_gpt2_pieces_make_no_difference(bpe, monkeypatch, seed):
+    """ Texts full of blanks, and of what only Python takes for blanks, cut every few characters. """
+    rng = random.Random(seed)
+    monkeypatch.setattr(T, 'PIECE', 5)
+    alphabet = "\n\n  \t\r\x1c\x1f\x85\xa0\u3000\u2028\u200b\ufeffaéB1'!s\U0001f468"
+    for _ in range(100):
+        s = ''.join(rng.choice(alphabet) for _ in range(50))
+        assert ''.join(T.pieces(s)) == s and max(map(len, T.pieces('ab ' * 9))) < 9
+        assert bpe.encode(s).tolist() == T.gpt2_bpe().encode_ordinary(s)
+
+
+@pytest.mark.parametrize('s', ['\n' * 10**6 + 'x', 'x' + ' ' * 10**6 + '\x1cx', 'a\n' * 10 + '\n' * 10**6 + ' y'])
+def test_gpt2_a_million_blanks(bpe, s):
+    ids = bpe.encode(s)
+    assert bpe.decode(ids) == s and len(ids) < 10**6 + 50
+    assert bpe.encode('').tolist() == []
+
+
 def fake_tiktoken(monkeypatch, get_encoding):
     monkeypatch.setitem(sys.modules, 'tiktoken', type('tiktoken', (), {'get_encoding': staticmethod(get_encoding)}))
-    P.gpt2_bpe.cache_clear()
+    T.gpt2_bpe.cache_clear()
 
 
 @pytest.fixture
 def forget_bpe():
     yield
-    P.gpt2_bpe.cache_clear()
+    T.gpt2_bpe.cache_clear()
 
 
 def test_gpt2_offline(monkeypatch, forget_bpe, text, tmp_path):
@@ -149,7 +173,7 @@ def test_gpt2_offline(monkeypatch, forget_bpe, text, tmp_path):
 def test_gpt2_hanging(monkeypatch, forget_bpe):
     done = threading.Event()
     fake_tiktoken(monkeypatch, lambda name: done.wait(30))
-    monkeypatch.setattr(P, 'TIMEOUT', 0.1)
+    monkeypatch.setattr(T, 'TIMEOUT', 0.1)
     began = time.perf_counter()
     with pytest.raises(ValueError, match='TIKTOKEN_CACHE_DIR.*TimeoutError'):
         GPT2Tokenizer().encode('x')
@@ -159,7 +183,7 @@ def test_gpt2_hanging(monkeypatch, forget_bpe):
 
 def test_gpt2_without_tiktoken(monkeypatch, forget_bpe):
     monkeypatch.setitem(sys.modules, 'tiktoken', None)
-    P.gpt2_bpe.cache_clear()
+    T.gpt2_bpe.cache_clear()
     with pytest.raises(ValueError, match='tiktoken.*--tokenizer=char.*ModuleNotFoundError'):
         GPT2Tokenizer().decode([1])
 
@@ -375,7 +399,7 @@ def test_refused_places(text, tmp_path):
         prepare('x', tmp_path / 'nowhere', root=tmp_path)
     with pytest.raises(ValueError, match=r"input='.*': Is a directory; give"):
         prepare('x', tmp_path, root=tmp_path)
-    with pytest.raises(ValueError, match=r"name='x': not a bundled text \(shakespeare_char\).*--input=FILE"):
+    with pytest.raises(ValueError, match=r"name='x': not a bundled text \(shakespeare_char, shakespeare\).*--input="):
         prepare('x', root=tmp_path)
     with pytest.raises(ValueError, match=r"name='x': cannot write '.*' \(Not a directory\)"):
         prepare('x', text('some text, some text'), root=text('a file', 'root'))
@@ -413,8 +437,8 @@ def command(script, *args, cwd):
 def test_command_writes_beside_itself(text, tmp_path):
     home = tmp_path / 'repository' / 'data'
     home.mkdir(parents=True)
-    for name in ('prepare.py', 'shakespeare.txt'):
-        shutil.copy(DATA / name, home)
+    for path in (*DATA.glob('*.py'), DATA / 'shakespeare.txt'):
+        shutil.copy(path, home)
     r = command(home / 'prepare.py', 'shakespeare_char', cwd=tmp_path)
     assert r.returncode == 0 and r.stderr == '' and r.stdout.count('\n') == 1
     assert '1,011,300 train and 112,367 val tokens, vocabulary 64' in r.stdout
@@ -433,7 +457,7 @@ def test_command_refuses_in_one_line(tmp_path):
 
 @pytest.mark.parametrize('argv, message', [
     ([], 'nothing to prepare: give the name of a bundled text or --input=FILE'),
-    (['shakespear'], "name='shakespear': not a bundled text (shakespeare_char); give your own: --input=FILE"),
+    (['shakespear'], "name='shakespear': not a bundled text (shakespeare_char, shakespeare); give your own: --input"),
     (['--input='], "input='.': Is a directory"),
     (['--input=.'], "input='.': Is a directory"),
     (['--input=FILE', '--name='], "name='': must be the plain name of a folder"),
@@ -454,3 +478,329 @@ def test_command_names_the_key(text, capsys, monkeypatch, tmp_path, argv, messag
     assert e.value.code == 2 and out == ''
     assert err.startswith(f'error: {message}') or err.startswith(f'error: argument {message}')
     assert err.count('\n') == 1
+
+
+# -----------------------------------------------------------------------------
+# collections of documents
+
+
+def documents(n=120, seed=0):
+    """ Short ones, an empty one, one longer than a chunk of the tests, a text that looks like the end token. """
+    rng = random.Random(seed)
+    words = ['word', 'été', '\n\n', '\U0001f468', '12', "don't"]
+    some = [' '.join(rng.choices(words, k=rng.randrange(60))) for _ in range(n)]
+    return some[:-3] + ['', 'long ' * 3000, '<|endoftext|>']
+
+
+def write_jsonl(folder, docs, files=3):
+    """ As *.jsonl, one of them gzipped, with blank lines and another field whose type varies. """
+    folder.mkdir()
+    size = -(-len(docs) // files)
+    for i in range(files):
+        lines = [json.dumps({'meta': k if k % 2 else {'a': [k]}, 'text': text}) + '\n' * (1 + (k % 5 == 0))
+                 for k, text in enumerate(docs[i * size:(i + 1) * size])]
+        name, opener = (f'{i}.jsonl.gz', gzip.open) if i == 1 else (f'{i}.jsonl', open)
+        with opener(folder / name, 'wb') as f:
+            f.write(''.join(lines).encode())
+    return f'jsonl:{folder}/*.jsonl*'
+
+
+def write_parquet(folder, docs, files=2):
+    pa, pq = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    pytest.importorskip('datasets')
+    folder.mkdir()
+    size = -(-len(docs) // files)
+    for i in range(files):
+        part = docs[i * size:(i + 1) * size]
+        table = pa.table({'id': list(range(len(part))), 'text': part})
+        pq.write_table(table, folder / f'{i}.parquet', row_group_size=7)
+    return f'parquet:{folder}/*.parquet'
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(D, 'CHUNK', 2000)
+    monkeypatch.setattr(D, 'SAVE', 0)
+
+
+def expected(docs, val_every):
+    """ The token files, document by document. """
+    out = {'train': b'', 'val': b''}
+    for number, text in enumerate(docs, 1):
+        ids = [*T.gpt2_bpe().encode_ordinary(text), 50256]
+        out['val' if number % val_every == 0 else 'train'] += b''.join(i.to_bytes(2, 'little') for i in ids)
+    return out
+
+
+def tokens_of(folder):
+    return {split: (folder / f'{split}.bin').read_bytes() for split in ('train', 'val')}
+
+
+def test_documents_from_jsonl(bpe, tmp_path, small_chunks, capfd):
+    docs = documents()
+    meta = prepare_documents('x', write_jsonl(tmp_path / 'in', docs), val_every=7, root=tmp_path)
+    assert tokens_of(tmp_path / 'x') == expected(docs, 7)
+    assert meta == load('x', root=tmp_path)[0] == check_whole(tmp_path / 'x')
+    assert meta['documents'] == 120 and meta['val_every'] == 7 and meta['n_vocab'] == 50257
+    assert {p.name for p in (tmp_path / 'x').iterdir()} - {'.lock'} == set(FILES)
+    assert '120/120' in capfd.readouterr().err  # the number is known, so is the time left
+
+
+@pytest.mark.parametrize('chunk', [1, 300, 10**6])
+def test_documents_chunks_do_not_matter(bpe, tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(D, 'CHUNK', chunk)
+    docs = documents()
+    prepare_documents('x', write_jsonl(tmp_path / 'in', docs), val_every=2, root=tmp_path)
+    assert tokens_of(tmp_path / 'x') == expected(docs, 2)
+
+
+def test_documents_processes_do_not_matter(bpe, tmp_path, small_chunks):
+    docs = documents()
+    prepare_documents('x', write_jsonl(tmp_path / 'in', docs), val_every=7, num_proc=2, root=tmp_path)
+    assert tokens_of(tmp_path / 'x') == expected(docs, 7)
+
+
+def test_in_order_keeps_few_under_way():
+    taken = []
+    results = D.in_order(abs, (taken.append(i) or -i for i in range(50)), num_proc=2)
+    for i, x in enumerate(results):
+        assert x == i and len(taken) <= i + 5
+    assert len(taken) == 50
+
+
+@pytest.mark.parametrize('kind', ['parquet', 'hf'])
+def test_documents_from_parquet(bpe, tmp_path, small_chunks, kind):
+    docs = documents()
+    source = write_parquet(tmp_path / 'in', docs)
+    meta = prepare_documents('x', source if kind == 'parquet' else f'hf:{tmp_path}/in', val_every=7, root=tmp_path)
+    assert tokens_of(tmp_path / 'x') == expected(docs, 7) and meta['documents'] == 120
+
+
+@pytest.mark.parametrize('kind', ['jsonl', 'parquet'])
+@pytest.mark.parametrize('at', range(1, 9, 3))
+def test_documents_go_on(bpe, tmp_path, small_chunks, monkeypatch, kind, at):
+    """ Every document up to the last saving is kept, none is read twice, and the files are those of one go. """
+    docs = documents()
+    source = (write_jsonl if kind == 'jsonl' else write_parquet)(tmp_path / 'in', docs)
+    real, calls = D.tokenize, []
+
+    def fail(chunk, val_every):
+        calls.append(chunk[0])
+        if len(calls) == at + 1:
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        return real(chunk, val_every)
+    monkeypatch.setattr(D, 'tokenize', fail)
+    with pytest.raises(ValueError, match=r"name='x': cannot write .*No space left"):
+        prepare_documents('x', source, val_every=7, root=tmp_path)
+    with pytest.raises(ValueError, match="dataset='x': missing"):
+        load('x', root=tmp_path)
+    stopped, calls[:] = calls[-1], [-1] * 99
+    with open(tmp_path / 'x' / 'train.bin.part', 'ab') as f:
+        f.write(b'written after the last saving')
+    prepare_documents('x', source, val_every=7, root=tmp_path)
+    assert calls[99] == stopped > 0
+    assert tokens_of(tmp_path / 'x') == expected(docs, 7)
+    check_whole(tmp_path / 'x')
+
+
+@pytest.mark.parametrize('step', range(5))
+@pytest.mark.parametrize('old', [False, True])
+def test_documents_stopped_while_files_get_their_names(bpe, tmp_path, monkeypatch, step, old):
+    docs = documents()
+    source, real, n = write_jsonl(tmp_path / 'in', docs), os.replace, []
+    if old:
+        prepare_documents('x', source, val_every=2, root=tmp_path)
+    monkeypatch.setattr(os, 'replace', lambda *a: 1 / 0 if len(n) == step else (n.append(a), real(*a)))
+    if step < 4:  # progress.json, train.bin, val.bin, meta.json
+        with pytest.raises(ZeroDivisionError):
+            prepare_documents('x', source, val_every=7, root=tmp_path)
+        monkeypatch.undo()
+        if not (tmp_path / 'x' / 'meta.json').exists():
+            with pytest.raises(ValueError, match="dataset='x': missing"):
+                load('x', root=tmp_path)
+        else:
+            assert tokens_of(tmp_path / 'x') == expected(docs, 2)
+        if step:  # nothing is done twice
+            monkeypatch.setattr(D, 'tokenize', lambda *a, **kw: 1 / 0)
+    prepare_documents('x', source, val_every=7, root=tmp_path)
+    assert tokens_of(tmp_path / 'x') == expected(docs, 7)
+    check_whole(tmp_path / 'x')
+    assert {p.name for p in (tmp_path / 'x').iterdir()} - {'.lock'} == set(FILES)
+
+
+def test_documents_that_are_prepared_are_left_alone(bpe, tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / 'in', documents())
+    meta = prepare_documents('x', source, val_every=7, root=tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(D, 'tokenize', lambda *a, **kw: 1 / 0)
+        assert prepare_documents('x', source, val_every=7, root=tmp_path) == meta
+    (tmp_path / 'x' / 'val.bin').write_bytes(b'damage')
+    assert prepare_documents('x', source, val_every=7, root=tmp_path) == meta == check_whole(tmp_path / 'x')
+    assert prepare_documents('x', source, val_every=3, root=tmp_path)['val_every'] == 3
+
+
+def kill(process):
+    process.send_signal(getattr(signal, 'SIGKILL', signal.SIGTERM))
+    process.wait(60)
+
+
+@pytest.mark.parametrize('kind, num_proc', [
+    ('jsonl', 1), pytest.param('jsonl', 2, marks=pytest.mark.slow), pytest.param('parquet', 2, marks=pytest.mark.slow)])
+def test_documents_killed(bpe, tmp_path, kind, num_proc):
+    """ A process of the command line, killed on the spot three times, and then left to finish. """
+    home, docs = tmp_path / 'repository' / 'data', documents(4000)
+    home.mkdir(parents=True)
+    for path in DATA.glob('*.py'):
+        text = path.read_text(encoding='utf-8')
+        text = text.replace('CHUNK = 2**20', 'CHUNK = 2000').replace('SAVE = 5', 'SAVE = .01')
+        (home / path.name).write_text(text, encoding='utf-8')
+    source = (write_jsonl if kind == 'jsonl' else write_parquet)(tmp_path / 'in', docs)
+    argv = [sys.executable, home / 'prepare.py', source, '--name=x', '--val_every=7', f'--num_proc={num_proc}']
+    seen, progress = [0], home / 'x' / 'progress.json'
+
+    def finished():
+        return json.loads(progress.read_bytes())['documents'] if progress.exists() else 0
+    for _ in range(3):
+        p = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            while p.poll() is None and finished() <= seen[-1]:
+                time.sleep(0.001)
+        finally:
+            kill(p)
+        seen.append(finished())
+    assert 0 < seen[1] < seen[2] < seen[3] < 4000
+    assert not (home / 'x' / 'meta.json').exists()
+    r = command(*argv[1:], cwd=tmp_path)
+    assert r.returncode == 0 and 'data/x: ' in r.stdout
+    assert tokens_of(home / 'x') == expected(docs, 7)
+    check_whole(home / 'x')
+
+
+@pytest.mark.slow
+def test_documents_of_a_killed_process_end_its_workers(bpe, tmp_path):
+    script = (f'import itertools, os, sys; sys.path.insert(0, {str(DATA.parent)!r})\n'
+              'from data.documents import in_order\n'
+              'for x in in_order(os.getpgid, itertools.repeat(0), 2): print(x, flush=True)')
+    p = subprocess.Popen([sys.executable, '-c', script], stdout=subprocess.PIPE, start_new_session=True)
+    p.stdout.readline()
+    p.kill()
+    p.wait(10)
+    for _ in range(100):
+        try:
+            os.killpg(p.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError('its workers live on')
+
+
+@pytest.mark.parametrize('rows, message', [
+    (['{"text": "a"}', '{"txt": "a"}'], r"document 2: cannot be read \(ValueError: it has no string called text\)"),
+    (['{"text": "a"}', '{"text": 1}'], 'document 2: .*it has no string called text'),
+    (['{"text": null}'], 'document 1: .*it has no string called text'),
+    (['["text"]'], 'document 1: .*it has no string called text'),
+    (['{"text": "a"}', '', '{"text": "a'], 'document 2: cannot be read .JSONDecodeError.*the same command goes on'),
+    (['{"text": "a"}'], r'too short, 2 \+ 0 tokens \(train \+ val\) of 1 documents; give more, or a smaller --val_ev'),
+    ([''], r'too short, 0 \+ 0 tokens'),
+])
+def test_documents_refused(bpe, text, tmp_path, rows, message):
+    text('\n'.join(rows), 'a.jsonl')
+    with pytest.raises(ValueError, match=message) as e:
+        prepare_documents('x', f'jsonl:{tmp_path}/a.jsonl', root=tmp_path)
+    assert '\n' not in str(e.value)
+    assert not (tmp_path / 'x' / 'meta.json').exists() and not (tmp_path / 'x' / 'progress.json').exists()
+
+
+def test_documents_refused_before_anything_is_made(bpe, text, tmp_path, monkeypatch):
+    source = f'jsonl:{text("{}", "a.jsonl")}'
+    for kwargs, message in (({'name': '../x'}, "name='../x': must be"), ({'val_every': 1}, 'val_every=1: must be 2'),
+                            ({'num_proc': 0}, 'num_proc=0: must be 1'), ({'source': 'jsonl:nowhere/*'}, 'no such file'),
+                            ({'source': f'jsonl:{tmp_path}'}, 'cannot be opened .IsADirectoryError')):
+        with pytest.raises(ValueError, match=message):
+            prepare_documents(**{'name': 'x', 'source': source, 'root': tmp_path} | kwargs)
+    monkeypatch.setitem(sys.modules, 'datasets', None)
+    monkeypatch.setitem(sys.modules, 'pyarrow', None)
+    for source in (f'parquet:{tmp_path}/a.jsonl', 'hf:some/thing'):
+        with pytest.raises(ValueError, match=r"cannot be opened \(ModuleNotFoundError.*; pip install 'datasets"):
+            prepare_documents('x', source, root=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ['a.jsonl']
+
+
+def test_documents_offline(bpe, tmp_path, monkeypatch):
+    """ One line, at once: the first request's fault is told, nothing is tried again. """
+    pytest.importorskip('datasets')
+    hub = pytest.importorskip('huggingface_hub')
+
+    def fail(self, name, timeout):
+        assert name == 'Skylion007/openwebtext' and timeout <= 60
+        raise ConnectionError('no route\nto host')
+    monkeypatch.setattr(hub.HfApi, 'dataset_info', fail)
+    with pytest.raises(ValueError, match=r'hf:Skylion007/openwebtext: cannot be opened \(ConnectionError: no route'):
+        prepare_documents('openwebtext', P.CORPORA['openwebtext'], root=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_documents_need_room(bpe, tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / 'in', documents())
+    monkeypatch.setitem(D.EXPECTED, source, (120, 18.1e9))
+    free = [17e9]
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: type('', (), {'free': free[0]}))
+    with pytest.raises(ValueError, match="name='x': must have room for about 18.1 GB of tokens, .* 17.0 GB free"):
+        prepare_documents('x', source, root=tmp_path)
+    free[0] = 19e9
+    prepare_documents('x', source, val_every=7, root=tmp_path)
+
+
+def test_documents_unfinished_ones_are_not_mixed(bpe, tmp_path, small_chunks, monkeypatch):
+    source = write_jsonl(tmp_path / 'in', documents())
+    with monkeypatch.context() as m:
+        m.setattr(D.Unfinished, 'finish', lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_documents('x', source, val_every=7, root=tmp_path)
+    other = write_jsonl(tmp_path / 'other', documents(seed=1))
+    for kwargs in ({'source': source, 'val_every': 5}, {'source': other, 'val_every': 7}):
+        with pytest.raises(ValueError, match="name='x': holds an unfinished set from .*delete its progress.json"):
+            prepare_documents('x', root=tmp_path, **kwargs)
+    (tmp_path / 'x' / 'val.bin.part').write_bytes(b'')
+    with pytest.raises(ValueError, match="name='x': val.bin.part is damaged; delete progress.json"):
+        prepare_documents('x', source, val_every=7, root=tmp_path)
+
+
+def test_documents_in_use(bpe, tmp_path):
+    fcntl = pytest.importorskip('fcntl')
+    source = write_jsonl(tmp_path / 'in', documents())
+    (tmp_path / 'x').mkdir()
+    with open(tmp_path / 'x' / '.lock', 'wb') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="name='x': must be free, another process"):
+            prepare_documents('x', source, root=tmp_path)
+    prepare_documents('x', source, val_every=7, root=tmp_path)
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['jsonl:x'], 'name: must be given with jsonl:x'),
+    (['parquet:nowhere/*', '--name=x'], 'parquet:nowhere/*: no such file'),
+    (['openwebtext', '--tokenizer=char'], 'input, tokenizer: must be left out with openwebtext'),
+    (['hf:a/b', '--input=FILE'], 'input, tokenizer: must be left out with hf:a/b'),
+    (['openwebtext', '--val_every=1'], 'val_every=1: must be 2 or more'),
+    (['openwebtext', '--num_proc=x'], "argument --num_proc: invalid int value: 'x'"),
+])
+def test_documents_command_names_the_key(capsys, argv, message):
+    with pytest.raises(SystemExit) as e:
+        P.main(argv)
+    out, err = capsys.readouterr()
+    assert e.value.code == 2 and out == '' and err.startswith(f'error: {message}') and err.count('\n') == 1
+
+
+@pytest.mark.parametrize('argv, name, source', [
+    (['openwebtext'], 'openwebtext', 'hf:Skylion007/openwebtext'),
+    (['hf:Some/fine-web:10BT'], 'fine-web-10BT', 'hf:Some/fine-web:10BT'),
+    (['hf:a/b', '--name=c'], 'c', 'hf:a/b'),
+    (['jsonl:a/*', '--name=c', '--tokenizer=gpt2'], 'c', 'jsonl:a/*')])
+def test_documents_command(monkeypatch, capsys, argv, name, source):
+    def fake(*args):
+        assert args == (name, source, 9, 3)
+        return {'tokens': {'train': 1, 'val': 2}, 'n_vocab': 50257, 'tokenizer': {'kind': 'gpt2'}, 'origin': source}
+    monkeypatch.setattr(P, 'prepare_documents', fake)
+    P.main([*argv, '--val_every=9', '--num_proc=3'])
+    assert capsys.readouterr().out.startswith(f'data/{name}: 1 train and 2 val tokens')

@@ -107,7 +107,16 @@ def test_autocast_and_mixed_dtypes(S):
     plain.sublayers = [lambda x: 0 * x] * 7  # nothing for autocast to round: the read itself must not be
     with torch.autocast('cpu', torch.bfloat16):
         low = plain.run(S)
-    assert torch.equal(low, plain.run(S))
+        low = [low, *plain.grads(low, allow_unused=True)[:2]]
+    high = plain.run(S)
+    for a, b in zip(low, [high, *plain.grads(high, allow_unused=True)[:2]], strict=True):
+        assert torch.equal(a, b)
+    one = Net(7, 16, torch.float32, (1, 1))
+    one.sublayers = [lambda x: -x] * 7
+    with torch.no_grad():
+        with torch.autocast('cpu', torch.bfloat16):
+            low = one.run(S)
+        agree([low], [one.run(S)], 1e-5)
 
 
 @pytest.mark.parametrize('L, S', [(3, 1), (7, 1), (7, 3)])

@@ -572,3 +572,20 @@ def test_saving_what_it_holds_needs_no_code(config, root):
     state = torch.load(io.BytesIO((root / 'run' / 'ckpt.pt').read_bytes()), weights_only=True)
     assert {'model', 'model_config', 'tokenizer', 'config', 'optimizer', 'progress'} <= state.keys()
     assert state['tokenizer']['kind'] == 'char' and 'kernel' not in state['model_config']
+
+
+@pytest.mark.parametrize('residual', ['standard', 'full', 'block', 'static'])
+def test_weights_of_a_standard_run_go_on_under_any_rule(config, tmp_path, residual):
+    """ init_from takes weights only: the same function (norm_eps = 0), a run of its own. """
+    first = T.train(config(residual='standard', max_iters=4, norm_eps=0.0), quiet=True)
+    then = T.train(config(residual=residual, max_iters=2, norm_eps=0.0, init_from=str(tmp_path / 'run'),
+                          out_dir=str(tmp_path / 'then')), quiet=True)
+    assert then['first_loss'] == pytest.approx(first['final_loss'], abs=1e-5) and then['step'] == 2
+    assert first['final_loss'] != pytest.approx(first['first_loss'], abs=1e-3)
+
+
+def test_weights_that_do_not_fit_are_named(config, tmp_path):
+    T.train(config(residual='block', max_iters=1), quiet=True)
+    for source, says in ((str(tmp_path / 'run'), 'must be standard'), ('gpt2', '--tokenizer=gpt2')):
+        with pytest.raises(ValueError, match=says):
+            T.train(config(max_iters=1, init_from=source, out_dir=str(tmp_path / 'x')), quiet=True)
