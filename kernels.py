@@ -272,8 +272,8 @@ class _TorchRead(torch.autograd.Function):
 
 # -----------------------------------------------------------------------------
 # Triton, CUDA. `_read_kernel` passes over the sources once and keeps, per query, a running weighted sum; several
-# queries may look on, and a mean found earlier joins like a source whose score is its lse. Adding to the sum in progress
-# and the LayerNorm that follows are done in passing. `_source_kernel`: gradients of a few sources in one pass over dh.
+# queries may look on, and a mean found earlier joins like a source whose score is its lse. The sum in progress and the
+# LayerNorm that follows are done in passing. `_source_kernel`: gradients of a few sources in one pass over all dh.
 
 GROUP = 4           # backward: sources that share a pass over the gradients of later reads
 PROGRAMS = 512      # backward: programs in a launch; each adds up the gradients of query, weight, bias over its rows

@@ -147,8 +147,9 @@ def test_picture_of_five_seeds(tmp_path):
 @pytest.mark.parametrize('args,says', [
     (['--modes=standard,foo'], "'foo'"), (['--modes='], "''"), (['--modes=full:3'], 'full:3'),
     (['--modes=block:x'], 'block:x'),
-    (['--modes=block:99'], 'residual_blocks=99'), (['--seeds=0'], 'seeds=0'), (['--seeds=x'], 'seeds'), (['spede'], 'spede'),
-    (['--lerning_rate=1'], 'learning_rate'), (['speed', '--shape=Z'], "shape='Z'"), (['speed', '--kernels=cuda'], 'cuda'),
+    (['--modes=block:99'], 'residual_blocks=99'), (['--seeds=0'], 'seeds=0'), (['--seeds=x'], 'seeds'),
+    (['--lerning_rate=1'], 'learning_rate'), (['speed', '--shape=Z'], "shape='Z'"), (['spede'], 'spede'),
+    (['speed', '--kernels=cuda'], 'cuda'),
 ])
 def test_bad_input_is_one_line_and_code_2(args, says, capsys):
     with pytest.raises(SystemExit) as e:
