@@ -60,7 +60,19 @@ def results():
             f'of {c["batch_size"] * c["n_ctx"]:,} characters, learning rate {c["learning_rate"]:g} in every mode; mean '
             'and standard deviation over the seeds; differences are paired by seed, with their 95 % interval.')
     return '\n\n'.join((head, markdown(cells(data)), '\n'.join(f'- {v}.' for v in verdicts(data)),
-                        '![validation loss against steps and against time](assets/loss.png)', 'Made by ' + where(data)))
+                        '![validation loss against steps and against time](assets/loss.png)', 'Made by ' + where(data),
+                        *rates()))
+
+
+def rates():
+    """ The same at other learning rates, where measured. """
+    data = asset('rates.json')
+    if data is None:
+        return []
+    table = sorted(data['final_loss'].items(), key=lambda item: float(item[0]))
+    rows = [('learning rate', *table[0][1])]
+    rows += [(rate, *(f'{x:.4f}' for x in losses.values())) for rate, losses in table]
+    return ['The rate matters as much as the rule. Final loss, one seed:', markdown(rows), 'Made by ' + where(data)]
 
 
 def speed():

@@ -740,6 +740,26 @@ def test_documents_offline(bpe, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize('script', [False, True])
+def test_documents_of_the_hub(monkeypatch, script):
+    """ NAME:CONFIG is taken apart; where a script is all there is, its conversion to Parquet serves. """
+    datasets, hub, calls = pytest.importorskip('datasets'), pytest.importorskip('huggingface_hub'), []
+
+    def load_dataset(path, name, split, streaming, revision=None):
+        calls.append((path, name, split, streaming, revision))
+        if script and not revision:
+            raise RuntimeError('Dataset scripts are no longer supported')
+        splits = {'train': type('', (), {'num_examples': 17})}
+        return type('', (), {'info': type('', (), {'splits': splits}), 'select_columns': lambda self, c: [{c: 'a'}]})()
+    monkeypatch.setattr(hub.HfApi, 'dataset_info', lambda self, name, timeout: None)
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    assert D.open_documents('hf:some/thing:part', []) == ([{'text': 'a'}], 17)
+    assert D.open_documents(P.CORPORA['openwebtext'], []) == ([{'text': 'a'}], 8_013_769)
+    revisions = [None, 'refs/convert/parquet'] if script else [None]
+    assert calls == [('some/thing', 'part', 'train', True, r) for r in revisions] + [
+        ('Skylion007/openwebtext', None, 'train', True, r) for r in revisions]
+
+
 def test_documents_need_room(bpe, tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / 'in', documents())
     monkeypatch.setitem(D.EXPECTED, source, (120, 18.1e9))

@@ -1,5 +1,4 @@
 """ GPT-2's weights in and out, and those of a standard run under another rule. Random GPT-2s: no network. """
-import math
 import sys
 
 import pytest
@@ -228,13 +227,12 @@ def test_no_run_there(tmp_path):
 
 @pytest.mark.slow
 def test_deviation_at_the_size_of_gpt2(tmp_path):
-    """ What norm_eps costs: at GPT-2's size and initialisation, the KL divergence stays below 1e-4 nats a token. """
+    """ What norm_eps costs at GPT-2's size and initialisation, where its residual stream is as small as it gets. """
     torch.manual_seed(0)
     idx = torch.randint(50257, (1, 32))
     hf.GPT2LMHeadModel(hf.GPT2Config(n_positions=64)).save_pretrained(tmp_path)
     expected = logits(GPT.from_pretrained(str(tmp_path)), idx).log_softmax(-1)
-    for residual in ('full', 'block'):
+    for residual, kl, most in (('full', 1e-3, 0.3), ('block', 1e-4, 0.1)):
         out = logits(GPT.from_pretrained(str(tmp_path), residual), idx).log_softmax(-1)
-        kl = (expected.exp() * (expected - out)).sum(-1).mean().item()
-        assert abs(kl) < 1e-4 and math.isfinite(kl)
-        assert (out - expected).abs().max() < 0.2
+        assert 0 < (expected.exp() * (expected - out)).sum(-1).mean() < kl  # KL divergence, nats a token
+        assert (out - expected).abs().max() < most
