@@ -4,6 +4,7 @@ Compares residual rules.
     python compare.py                     trains standard, full and block on Shakespeare: one table, one picture
     python compare.py --seeds=5 --modes=standard,block:4      paired seeds; block:N: block mode with N residual blocks
     python compare.py speed --shape=B     cost of a training step by mode and kernel
+    python compare.py readme --check      are the generated parts of README.md up to date?
     python compare.py depth DIR DIR --out=FOLDER              what the sublayers of trained models read: maps, dynamics
 
 `python compare.py VERB --help` lists the keys of a verb.

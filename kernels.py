@@ -30,12 +30,12 @@ autograd keeps the copies. The arithmetic is trifling; moving rows of D numbers 
 
 Two implementations follow. on_torch runs anywhere: matrix products over whole tensors. on_triton runs on CUDA, with two
 kernels. If you have never seen Triton: a kernel is a function that runs in thousands of copies, each with its own
-program_id, here one for each token. tl.load fetches a row into registers, arithmetic is elementwise, tl.sum adds a row
-up, tl.store writes it back. `tl.constexpr` is known when the kernel is compiled, and so are the length of a tuple and
-whether an argument is None. No sum depends on an order left to chance: the same bits every run.
+program_id, in the forward one for each token, in the backward one for a run of tokens. tl.load fetches a row into
+registers, arithmetic is elementwise, tl.sum adds a row up, tl.store writes it back. `tl.constexpr` is known when the
+kernel is compiled, and so are the length of a tuple and whether an argument is None. No sum depends on an order left to
+chance: the same bits every run.
 """
 import os
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ except ImportError:
     triton = None
 
 KERNELS = ('auto', 'reference', 'torch', 'triton')
-CHUNK = 5  # reads that go over the older sources together
+CHUNK = 5  # reads that go over the older sources together; on Triton in Block mode a multiple of S near it
 
 
 def refusal(h):
@@ -183,7 +183,7 @@ def _torch_read(y: Tensor, query: Tensor, source: Tensor, alpha: Tensor, rstd: T
 
 
 def _torch_source(dh: Tensor, h: Tensor, query: Tensor, source: Tensor, alpha: Tensor,
-                  rstd: Tensor, dots: Tensor, far: Tensor, dq: Tensor, later: Optional[Tensor], l: int,
+                  rstd: Tensor, dots: Tensor, far: Tensor, dq: Tensor, later: Tensor | None, l: int,
                   S: int) -> Tensor:
     """ dh (T, D), the gradient of h_l (T, D), completes the gradient of source l: the result (T, D).
 

@@ -1,10 +1,11 @@
 """
 A GPT whose residual connection is a choice: standard, Full or Block Attention Residuals (AttnRes, arXiv 2603.15031).
 
-The network is nanoGPT's: LayerNorm, causal self-attention, tanh-GELU MLP, learned positions, tied head. It differs in
-one place. A transformer block does not add anything to anything: it hands out its two *sublayers*, and a *residual
-rule* runs all L = 2 * n_layer of them, deciding what each one reads and what becomes of its output. The three rules
-stand one under the other below; RESIDUALS names them; nothing else in this file knows which one is at work.
+The network is GPT-2's, written as in nanoGPT: LayerNorm, causal self-attention, MLP with tanh GELU, learned positions,
+tied head. Apart from a smaller norm_eps it differs in one place. A transformer block does not add anything to anything:
+it hands out its two *sublayers*, and a *residual rule* runs all L = 2 * n_layer of them, deciding what each one reads
+and what becomes of its output. The three rules stand one under the other below; RESIDUALS names them; nothing else in
+this file knows which one is at work.
 
 Reading order: leaves up. Shapes at line ends: B sequences, T tokens, D = n_embd, V = vocab_size, n sources.
 """
@@ -31,7 +32,7 @@ class GPTConfig:
     dropout: float = 0.0  # on embedding, attention weights and sublayer outputs
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     norm_eps: float = 1e-10  # of the pre-norms and of the depth keys; 1e-5 with GPT-2's weights
-    residual: str = 'standard'  # residual rule: standard | full | block
+    residual: str = 'standard'  # residual rule: standard | full | block, or one of baselines.py
     residual_blocks: int = 8  # block mode: N residual blocks of ceil(2 * n_layer / N) sublayers
     scale_proj_init: bool = True  # initialise output projections smaller, by 1/sqrt(2 * n_layer)
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
@@ -79,8 +80,8 @@ class DepthAttention(nn.Module):
     """ h = sum_i alpha_i v_i,   alpha = softmax over i of  w . RMSNorm(v_i)   (paper eq. 2 to 4)
 
     w (D,) is pseudo-query * key gain, v a tuple of n sources (B, T, D). No 1/sqrt(D), no projections. Scores, softmax
-    are float32 (float64 stays float64), also under autocast, so no source is ever normalised in memory:
-    w . RMSNorm(v) = (w . v) / rms(v). A forward hook on this module sees the very (w, v) that the model used.
+    are float32 (float64 stays float64), also under autocast. No source is normalised in memory: w . RMSNorm(v) =
+    (w . v) / rms(v). With kernel='reference' a forward hook here sees every (w, v); the fast paths do not pass by.
     """
     def __init__(self, eps):
         super().__init__()

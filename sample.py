@@ -26,7 +26,7 @@ class SampleConfig:
     interactive: bool = False  # ask for one text after another; Ctrl-D ends
     num_samples: int = 1  # how many continuations, computed side by side: the first streams, the others follow
     max_new_tokens: int = 500  # length of each
-    temperature: float = 0.8  # below 1 bolder, above 1 wilder; 0: always the most likely token
+    temperature: float = 0.8  # below 1 safer, above 1 wilder; 0: always the most likely token
     top_k: int | None = 200  # draw from the k most likely tokens only; none: from all
     top_p: float | None = None  # draw from the fewest tokens that together have this probability
     seed: int = 1337  # the same seed and num_samples give the same texts

@@ -66,7 +66,7 @@ class TrainConfig(GPTConfig):
     patience: int = 0  # stop after that many evaluations without a better one; 0: never
     device: str = 'auto'  # auto | cpu | cuda | cuda:N | mps
     dtype: str = 'auto'  # auto | float32 | bfloat16 | float16: autocast; weights stay float32
-    compile: bool | None = None  # torch.compile; none: on CUDA, if it works there
+    compile: bool | None = None  # torch.compile; none: on CUDA if triton is installed
 
     def __post_init__(self):
         check = configuration.checker(self)
@@ -442,7 +442,8 @@ class Run:
             group['lr'] = rate
         for micro in range(self.rank, n, self.world):
             x, y = self.data.train_batch(now.step, micro)
-            torch.manual_seed((cfg.seed * 2**31 + now.step) * 2**31 + micro & 2**63 - 1)  # for dropout
+            mixed = hashlib.sha256(f'{cfg.seed} {now.step} {micro}'.encode()).digest()  # a CPU takes 32 bits of a seed
+            torch.manual_seed(int.from_bytes(mixed[:4], 'little'))  # for dropout
             self.team_net.require_backward_grad_sync = micro + self.world >= n  # several processes: sum up once a step
             with self.autocast():
                 loss = self.team_net(x, y)[1] / n

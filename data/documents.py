@@ -180,7 +180,7 @@ class Unfinished:
     def finish(self):
         """ Gives the files their names. Returns meta. """
         self.save()
-        self.close()
+        self.close()  # Windows gives no open file another name
         tokens = {split: self.state['bytes'][split] // 2 for split in SPLITS}
         if min(tokens.values()) < 2:
             (self.folder / 'progress.json').unlink()

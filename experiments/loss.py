@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import statistics
-import sys
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -212,6 +211,10 @@ def preset():
 def main(argv):
     given = any(a.endswith('.toml') or a.startswith('--config') for a in argv)
     values = configuration.parse(CompareConfig, argv if given else [preset(), *argv], __doc__.split('\n\n')[0])
+    for key in ('residual', 'resume'):
+        if key in values:
+            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes says what to compare, and unfinished '
+                               'runs are resumed')
     try:
         return compare(configuration.build(CompareConfig, values), argv)
     except ValueError as e:
@@ -219,6 +222,3 @@ def main(argv):
     except RuntimeError as e:
         configuration.fail(e, code=1)
 
-
-if __name__ == '__main__':
-    main(sys.argv[1:])

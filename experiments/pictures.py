@@ -22,7 +22,8 @@ def loss(results, path):
     timed = all(m['cost'] for m in results['modes'].values())
     figure, axes = pyplot.subplots(1, 2 if timed else 1, figsize=(9.5 if timed else 5, 3.6), sharey=True, squeeze=False)
     lowest, highest = float('inf'), 0.0
-    for colour, (label, m) in zip(COLOURS, results['modes'].items(), strict=False):
+    for i, (label, m) in enumerate(results['modes'].items()):
+        colour = COLOURS[i % len(COLOURS)]
         steps = [s for s, _ in m['history'][0]]
         curves = list(zip(*[[v for _, v in h] for h in m['history']], strict=True))
         mean = [statistics.mean(c) for c in curves]

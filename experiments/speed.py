@@ -33,7 +33,7 @@ class SpeedConfig(GPTConfig):
     vocab_size: int = 65  # rows of the embedding
     bias: bool = False  # biases in Linear and LayerNorm
     shape: str = 'B'  # A | B | C | gpt2: sizes of the network and the batch; model keys given besides win
-    batch_size: int = 0  # sequences; 0: the shape's
+    batch_size: int = 16  # sequences; by default the shape's
     modes: str = 'standard,full,block:4,block:8'  # residual rules; block:N fixes the number of residual blocks
     kernels: str = 'auto'  # of each AttnRes mode: any of auto, reference, torch, triton, separated by commas
     rounds: int = 0  # interleaved rounds; 0: as many as fit into about a minute, at least 5
@@ -45,9 +45,10 @@ class SpeedConfig(GPTConfig):
     out: str = ''  # also write the JSON to this file
 
     def __post_init__(self):
+        configuration.checker(self)
         if self.shape not in SHAPES:
             raise ValueError(f'shape={self.shape!r}: must be one of ' + ', '.join(SHAPES))
-        for key, least in (('rounds', 0), ('threads', 1), ('batch_size', 0)):
+        for key, least in (('rounds', 0), ('threads', 1), ('batch_size', 1)):
             if getattr(self, key) < least:
                 raise ValueError(f'{key}={getattr(self, key)!r}: must be {least} or more')
         for kernel in self.kernels.split(','):
@@ -144,8 +145,9 @@ def speed(cfg):
         for name, t in times.items():
             rows[name][kind] = summary(t, times[base])
     for name, b in benches.items():
-        kept = measure.alive_bytes(b)
-        rows[name]['kept'] = {'bytes': kept, 'ratio': kept / rows[base].get('kept', {'bytes': kept})['bytes']}
+        if not cfg.compile:
+            kept = measure.alive_bytes(b)
+            rows[name]['kept'] = {'bytes': kept, 'ratio': kept / rows[base].get('kept', {'bytes': kept})['bytes']}
         if device.type == 'cuda':
             rows[name]['peak'] = {'bytes': measure.peak_bytes(b)}
     if cfg.decode:
@@ -154,7 +156,7 @@ def speed(cfg):
             rows[name]['decode'] = summary(t, times[base])
     if kernels.refusal(torch.empty(0, device=device)) is None:
         for name, c in configs.items():
-            if c.residual != 'standard':
+            if c.residual in ('full', 'block'):
                 rows[name]['traffic'] = traffic(c)
     return device, rows
 
@@ -165,7 +167,7 @@ def report(rows):
     out = [head]
     for name, r in rows.items():
         cells = [f'{r[k]["ratio"]:.3f} x ({r[k]["ms"]:.1f} ms)' if k in r else '' for k in (*head[1:4], 'decode')]
-        cells.insert(3, f'{r["kept"]["ratio"]:.3f} x ({r["kept"]["bytes"] / 2**20:.0f} MiB)')
+        cells.insert(3, f'{r["kept"]["ratio"]:.3f} x ({r["kept"]["bytes"] / 2**20:.0f} MiB)' if 'kept' in r else '')
         out.append((name, *cells, f'{r["traffic"]:.0f} u' if 'traffic' in r else ''))
     out[0] = (*head, 'traffic')
     return table(out)
@@ -173,6 +175,9 @@ def report(rows):
 
 def main(argv):
     values = configuration.parse(SpeedConfig, argv, __doc__.split('\n\n')[0])
+    for key in ('residual', 'kernel'):
+        if key in values:
+            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and --kernels say what to time')
     try:
         shape = SHAPES.get(values.get('shape', SpeedConfig.shape), {})
         cfg = configuration.build(SpeedConfig, shape | values)

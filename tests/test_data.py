@@ -768,6 +768,13 @@ def test_documents_need_room(bpe, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="name='x': must have room for about 18.1 GB of tokens, .* 17.0 GB free"):
         prepare_documents('x', source, root=tmp_path)
     free[0] = 19e9
+    with monkeypatch.context() as m:
+        m.setattr(D.Unfinished, 'finish', lambda self: self.save() or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_documents('x', source, val_every=7, root=tmp_path)
+    done = sum(p.stat().st_size for p in (tmp_path / 'x').glob('*.part'))
+    monkeypatch.setitem(D.EXPECTED, source, (120, done + 10))
+    free[0] = 10  # what is there already needs no room
     prepare_documents('x', source, val_every=7, root=tmp_path)
 
 

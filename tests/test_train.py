@@ -589,3 +589,14 @@ def test_weights_that_do_not_fit_are_named(config, tmp_path):
     for source, says in ((str(tmp_path / 'run'), 'must be standard'), ('gpt2', '--tokenizer=gpt2')):
         with pytest.raises(ValueError, match=says):
             T.train(config(max_iters=1, init_from=source, out_dir=str(tmp_path / 'x')), quiet=True)
+
+
+def test_dropout_differs_in_every_step_and_seed(config, monkeypatch):
+    """ Masks depend on seed, step and micro-batch, all three; a CPU's generator takes 32 bits of a seed. """
+    drawn = []
+    step = torch.manual_seed
+    monkeypatch.setattr(T.torch, 'manual_seed', lambda seed: drawn.append(seed % 2**32) or step(seed))
+    for seed in (1, 2, 3):
+        T.train(config(seed=seed, max_iters=6, gradient_accumulation_steps=2, overwrite=True), quiet=True)
+    masks = [d for d in drawn if d not in (1, 2, 3)]
+    assert len(masks) == 3 * 6 * 2 and len(set(masks)) == len(masks)
