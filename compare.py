@@ -23,7 +23,10 @@ def main(argv=None):
     verb, rest = (argv[0], argv[1:]) if argv and argv[0] in VERBS else ('loss', argv)
     if rest and verb == 'loss' and not rest[0].startswith('-') and not rest[0].endswith('.toml'):
         configuration.fail(f'unknown verb {rest[0]!r}: one of ' + ', '.join(VERBS))
-    return importlib.import_module(VERBS[verb]).main(rest)
+    try:
+        return importlib.import_module(VERBS[verb]).main(rest)
+    except KeyboardInterrupt:
+        configuration.fail('interrupted; the same command goes on from finished runs', code=130)
 
 
 if __name__ == '__main__':

@@ -127,7 +127,6 @@ def sample(cfg, write=lambda text: None):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     cfg = configuration.build(SampleConfig, configuration.parse(SampleConfig, argv, __doc__.split('\n\n')[0]))
-
     def write(text):
         print(text, end='', flush=True)
 
@@ -153,6 +152,8 @@ def main(argv=None):
         configuration.fail(e, code=1)
     except (KeyboardInterrupt, BrokenPipeError):
         os._exit(130)  # at once, nothing is left to write
+    except OSError as e:
+        configuration.fail(e, code=1)
 
 
 if __name__ == '__main__':

@@ -183,6 +183,7 @@ class Data:
     def __init__(self, cfg, device):
         self.cfg, self.device = cfg, device
         self.meta, self.tokens = load(cfg.dataset)
+        self.files = {split: open(t.filename, 'rb') for split, t in self.tokens.items()}  # stay when prepared anew
         least = self.meta['n_vocab']
         self.rows = cfg.vocab_size or (least if least < 1024 else -(-least // 64) * 64)  # of the embedding
         for split, tokens in self.tokens.items():
@@ -203,7 +204,7 @@ class Data:
 
     def read(self, split, where):
         """ tokens[where]; ValueError if an id is past the vocabulary. """
-        tokens = np.memmap(self.tokens[split].filename, '<u2', 'r')[where]  # opened anew, or pages read pile up
+        tokens = np.memmap(self.files[split], '<u2', 'r')[where]  # mapped anew, or pages read pile up
         if tokens.max() >= self.meta['n_vocab']:
             raise ValueError(f'dataset={self.cfg.dataset!r}: must have token ids below {self.meta["n_vocab"]}, '
                              f'{split}.bin has {tokens.max()}; prepare it again')
@@ -274,7 +275,12 @@ def read_checkpoint(path, needs=()):
 
 def read_run(out_dir):
     """ The checkpoint that a run goes on from. """
-    return read_checkpoint(os.path.join(out_dir, 'ckpt.pt'), ('run', 'config', 'optimizer', 'scaler', 'progress'))
+    path = os.path.join(out_dir, 'ckpt.pt')
+    state = read_checkpoint(path, ('run', 'config', 'optimizer', 'scaler', 'progress'))
+    for key in ('run', 'config', 'progress'):
+        if not isinstance(state[key], dict) or not state[key]:
+            raise ValueError(f'{path}: not a checkpoint of train.py (its {key} is empty)')
+    return state
 
 
 def definition(cfg, data, old=None):
@@ -334,7 +340,8 @@ class Run:
 
     def say(self, line):
         if not self.quiet:
-            tqdm.write(line)
+            with suppress(OSError):  # whoever reads this may have gone away; the run goes on
+                tqdm.write(line)
 
     def total(self, *numbers):
         """ The sum of each number over all processes. """

@@ -12,17 +12,25 @@ def mode_configs(modes):
     """ 'full,block:4' -> {'full': {'residual': 'full'}, 'block:4': {'residual': 'block', 'residual_blocks': 4}} """
     out = {}
     for mode in modes.split(','):
-        rule, _, n = mode.strip().partition(':')
-        if rule not in RESIDUALS or (n and (rule != 'block' or not n.isdecimal())):
+        rule, colon, n = mode.strip().partition(':')
+        if mode.strip() in out:
+            raise ValueError(f'modes={modes!r}: must name {mode.strip()!r} only once')
+        if rule not in RESIDUALS or (colon and (rule != 'block' or not n.isdecimal())):
             raise ValueError(f'modes={modes!r}: {mode!r} is none of {", ".join(RESIDUALS)}, block:N')
         out[mode.strip()] = {'residual': rule} | ({'residual_blocks': int(n)} if n else {})
     return out
 
 
 def write_json(path, value):
-    with open(path + '.tmp', 'w', encoding='utf-8') as f:
-        json.dump(value, f, indent=1)
-    os.replace(path + '.tmp', path)
+    """ Writes value whole or not at all; ValueError if it cannot be written. """
+    try:
+        with open(path + '.tmp', 'w', encoding='utf-8') as f:
+            json.dump(value, f, indent=1)
+        os.replace(path + '.tmp', path)
+    except OSError as e:
+        if os.path.exists(path + '.tmp'):
+            os.remove(path + '.tmp')
+        raise ValueError(f'{path}: could not be written ({e.strerror})') from e
 
 
 def commit():

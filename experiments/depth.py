@@ -21,8 +21,8 @@ import baselines  # noqa: F401 - importing it registers its rules, so that their
 import config as configuration
 from experiments import pictures
 from experiments.common import environment, table, write_json
-from model import GPT, load_checkpoint
-from train import Data, pick_device
+from model import GPT
+from train import Data, pick_device, read_run
 
 HEAD = ('weight of embedding', 'of newest output', 'sd over tokens', 'entropy / most', 'stream rms', 'gradient rms')
 
@@ -117,7 +117,7 @@ def observe(model, batches):
 
 def examine(folder, cfg, device):
     """ (label, what observe says) of the checkpoint in folder, on its own validation text """
-    model, run = GPT.from_checkpoint(folder, device, 'reference'), load_checkpoint(os.path.join(folder, 'ckpt.pt'))
+    model, run = GPT.from_checkpoint(folder, device, 'reference'), read_run(folder)
     c, dataset = model.config, run.get('config', {}).get('dataset', '')
     data = Data(SimpleNamespace(**vars(cfg), dataset=dataset, n_ctx=c.n_ctx, vocab_size=0), device)
     if run.get('tokenizer') != data.meta['tokenizer']:
@@ -148,12 +148,15 @@ def main(argv):
             modes[f'{label} ({folder})' if label in modes else label] = m
         os.makedirs(out, exist_ok=True)
     except (ValueError, OSError) as e:
-        configuration.fail(e)
+        configuration.fail(e if isinstance(e, ValueError) else f'out={cfg.out!r}: must be a folder ({e.strerror})')
     rows = {label: cells(m) for label, m in modes.items()}
     print(table([(label, *row) for label, row in ({'attention / MLP': HEAD} | rows).items()]))
     data = {'command': ' '.join(['python compare.py depth', *argv]), **environment(device), 'modes': modes}
-    write_json(os.path.join(out, 'depth.json'), data)
-    pictures.depth(modes, os.path.join(out, 'depth.png'))
-    pictures.dynamics(modes, os.path.join(out, 'dynamics.png'))
+    try:
+        write_json(os.path.join(out, 'depth.json'), data)
+        pictures.depth(modes, os.path.join(out, 'depth.png'))
+        pictures.dynamics(modes, os.path.join(out, 'dynamics.png'))
+    except (ValueError, OSError) as e:
+        configuration.fail(f'out={out!r}: {e}')
     print(json.dumps(data | {'out': out, 'columns': HEAD, 'modes': rows}))
     return data

@@ -34,6 +34,8 @@ class CompareConfig(TrainConfig):
             if getattr(self, key) < least:
                 raise ValueError(f'{key}={getattr(self, key)!r}: must be {least} or more')
         self.mode_configs()
+        if self.seed + self.seeds > 2**31:
+            raise ValueError(f'seeds={self.seeds!r}: must keep seed + seeds at most 2**31')
 
     def mode_configs(self):
         """ {label: TrainConfig}, in the order asked for, each with the first seed. """
@@ -69,7 +71,7 @@ def run(cfg, root, data, title):
     result = train(TrainConfig(**asdict(cfg) | change))
     if result['stopped']:
         print(f'{result["stopped"]}: the same command goes on from here')
-        raise SystemExit(0)
+        raise SystemExit(130)
     write_json(done, result)
     return result
 

@@ -34,6 +34,7 @@ def loss(results, path):
             if len(m['history']) > 1:
                 ax.fill_between(x, [min(c) for c in curves], [max(c) for c in curves], color=colour, alpha=0.18, lw=0)
     seeds = len(next(iter(results['modes'].values()))['history'])
+    highest = max(highest, lowest + 1e-3)
     axes[0][0].set_ylim(lowest - 0.03 * (highest - lowest), highest)
     axes[0][0].set_ylabel('validation loss (nats per token)')
     axes[0][0].set_xlabel('steps')

@@ -51,6 +51,10 @@ class SpeedConfig(GPTConfig):
         for key, least in (('rounds', 0), ('threads', 1), ('batch_size', 1)):
             if getattr(self, key) < least:
                 raise ValueError(f'{key}={getattr(self, key)!r}: must be {least} or more')
+        if self.threads > 4096:
+            raise ValueError(f'threads={self.threads!r}: must be 4096 or less')
+        if self.out and not os.path.isdir(os.path.dirname(self.out) or '.') or os.path.isdir(self.out):
+            raise ValueError(f'out={self.out!r}: must be a file in a folder that exists')
         for kernel in self.kernels.split(','):
             if kernel not in kernels.KERNELS:
                 raise ValueError(f'kernels={self.kernels!r}: {kernel!r} is none of ' + ', '.join(kernels.KERNELS))
@@ -188,7 +192,7 @@ def main(argv):
     sizes = {f.name: getattr(cfg, f.name) for f in fields(SpeedConfig) if f.name not in ('out', 'rounds', 'kernel')}
     out = {'command': ' '.join(['python compare.py speed', *argv]), **environment(device), 'threads': cfg.threads,
            'cpu': os.uname().machine if hasattr(os, 'uname') else '', 'config': sizes, 'rows': rows}
+    print(json.dumps(out))
     if cfg.out:
         write_json(cfg.out, out)
-    print(json.dumps(out))
     return out

@@ -61,7 +61,7 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch):
         trainer.train(trainer.TrainConfig(**vars(cfg) | {'max_iters': cfg.max_iters}))
         raise KeyboardInterrupt
     monkeypatch.setattr(L, 'train', dies)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit):
         compare.main(args)
     resumed = []
     monkeypatch.setattr(L, 'train', lambda cfg: resumed.append(cfg.resume) or trainer.train(cfg))
@@ -163,3 +163,26 @@ def test_mean_loss_in_the_table_is_that_of_the_runs(done):
     row = dict(zip(L.cells(data)[0], L.cells(data)[2], strict=True))
     mean = statistics.mean(data['modes']['full']['final_loss'])
     assert row['mode'] == 'full' and row['final loss'].startswith(f'{mean:.4f}')
+
+
+@pytest.mark.parametrize('args,says', [
+    (['--modes=full,full'], 'only once'), (['--modes=block:'], 'block:'), (['--residual=block'], '--modes'),
+    (['--resume'], 'resumed'), (['--seeds=2', '--seed=2147483647'], 'seeds=2'),
+    (['speed', '--kernel=torch'], '--kernels'),
+    (['speed', '--out=/no/such/folder/x.json'], 'out='), (['speed', '--threads=99999999999'], 'threads='),
+    (['speed', '--batch_size=0'], 'batch_size=0'),
+])
+def test_what_would_be_ignored_or_fail_late_is_refused_early(args, says, capsys):
+    with pytest.raises(SystemExit) as e:
+        compare.main(args)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and says in err and err.count('\n') == 1
+
+
+def test_interrupting_is_one_line(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(L, 'compare', interrupted)
+    with pytest.raises(SystemExit) as e:
+        compare.main([])
+    assert e.value.code == 130 and capsys.readouterr().err.count('\n') == 1

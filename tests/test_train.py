@@ -600,3 +600,27 @@ def test_dropout_differs_in_every_step_and_seed(config, monkeypatch):
         T.train(config(seed=seed, max_iters=6, gradient_accumulation_steps=2, overwrite=True), quiet=True)
     masks = [d for d in drawn if d not in (1, 2, 3)]
     assert len(masks) == 3 * 6 * 2 and len(set(masks)) == len(masks)
+
+
+def test_preparing_anew_does_not_disturb_a_run(config, root):
+    """ A run reads the files that it found, also when others take their place. """
+    data = T.Data(config(), CPU)
+    before = data.train_batch(0, 0)
+    P.prepare('tiny', input=shorter(root), root=root)
+    assert all(torch.equal(a, b) for a, b in zip(before, data.train_batch(0, 0), strict=True))
+
+
+def shorter(root):
+    text = (root / 'tiny.txt').read_text()
+    (root / 'other.txt').write_text(text[:400][::-1])
+    return root / 'other.txt'
+
+
+@pytest.mark.parametrize('key', ['run', 'config', 'progress'])
+def test_an_emptied_checkpoint_is_refused(config, tmp_path, key):
+    T.train(config(max_iters=1), quiet=True)
+    state = torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)
+    for value in (None, {}):
+        torch.save(state | {key: value}, tmp_path / 'run' / 'ckpt.pt')
+        with pytest.raises(ValueError, match=key):
+            T.train(config(max_iters=1, resume=True), quiet=True)
