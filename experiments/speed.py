@@ -10,16 +10,17 @@ On a CPU with one thread the clock is the process's own CPU time, so a busy mach
 import json
 import os
 import statistics
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import config as configuration
 import kernels
 from experiments import measure
 from experiments.common import environment, mode_configs, table, write_json
-from model import Cache, GPTConfig
+from model import GPT, Cache, GPTConfig
 from train import pick_device, pick_dtype
 
 SHAPES = {'A': dict(n_layer=4, n_head=4, n_embd=128, n_ctx=64, batch_size=12),
@@ -108,22 +109,26 @@ def summary(times, base):
     return {'ms': 1e3 * statistics.median(times), 'ratio': measure.ratio(times, base), 'n': len(times)}
 
 
-def traffic(config):
-    """ u per token of a whole forward + backward on the Triton path, u one (tokens, D) tensor read or written once.
+def traffic(config, batch_size):
+    """ u per token of forward + backward on the Triton path in bfloat16, norms included; u: a (tokens, D) tensor, once.
 
-    Counted from the tensors that each launch takes, at the model's depth and a width small enough for the interpreter.
+    Counted from the tensors that each launch reads and writes, on any machine: they have shapes, nothing is computed.
     """
-    log = kernels.traffic = []
+    was, os.environ['TRITON_INTERPRET'] = os.environ.get('TRITON_INTERPRET'), '1'  # so that no GPU is asked for
+    kernels.traffic = launches = []
     try:
-        small = GPTConfig(n_ctx=2, vocab_size=8, n_layer=config.n_layer, n_head=1, n_embd=64, bias=config.bias,
-                          residual=config.residual, residual_blocks=config.residual_blocks, kernel='triton')
-        device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-        bench = measure.Bench(small, 2, device)
-        bench.loss().backward()
+        with FakeTensorMode():
+            model = GPT(replace(config, kernel='triton'))
+            h = torch.empty(batch_size, config.n_ctx, config.n_embd, requires_grad=True)
+            with torch.autocast('cpu', torch.bfloat16):
+                out = model.residual(h, model.sublayers())
+            out.backward(torch.empty_like(out))
     finally:
         kernels.traffic = None
-    u = bench.idx.numel() * small.n_embd * 4
-    return sum(n for _, n in log) / u
+        del os.environ['TRITON_INTERPRET']
+        if was is not None:
+            os.environ['TRITON_INTERPRET'] = was
+    return sum(n for _, n in launches) / (h.numel() * 2) + 5  # the final norm: 2 forward, 3 backward
 
 
 def speed(cfg):
@@ -158,10 +163,10 @@ def speed(cfg):
         times = timed({name: decoder(b) for name, b in benches.items()}, device, cfg.threads, cfg.rounds)
         for name, t in times.items():
             rows[name]['decode'] = summary(t, times[base])
-    if kernels.refusal(torch.empty(0, device=device)) is None:
+    if kernels.triton is not None:
         for name, c in configs.items():
             if c.residual in ('full', 'block'):
-                rows[name]['traffic'] = traffic(c)
+                rows[name]['traffic'] = traffic(c, cfg.batch_size)
     return device, rows
 
 

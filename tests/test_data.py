@@ -213,6 +213,18 @@ def test_load_prepares_the_bundled_text(tmp_path):
     assert (tmp_path / 'shakespeare_char' / 'meta.json').stat().st_mtime_ns == before  # not again
 
 
+def test_load_prepares_the_bundled_text_by_bpe(bpe, tmp_path):
+    meta, tokens = load('shakespeare', root=tmp_path)
+    assert meta['tokenizer'] == {'kind': 'gpt2'} and meta['tokens']['train'] == len(tokens['train']) < 400_000
+    assert bpe.decode(tokens['train']) == (DATA / 'shakespeare.txt').read_bytes().decode()[:1_011_300]
+
+
+def test_load_names_the_command(tmp_path):
+    for name, how in (('openwebtext', 'openwebtext'), ('mine', '--input=FILE --name=mine')):
+        with pytest.raises(ValueError, match=f"dataset='{name}': missing .*; run python data/prepare.py {how}$"):
+            load(name, root=tmp_path)
+
+
 def test_load_keeps_what_is_prepared(text, tmp_path):
     meta = prepare('shakespeare_char', text('some text, some text'), val_fraction=0.5, root=tmp_path)
     assert load('shakespeare_char', root=tmp_path)[0] == meta
