@@ -92,9 +92,8 @@ def speed():
                      f'{data["threads"]} thread.\n\n' + markdown(rows) + '\n\nMade by ' + where(data))
     if data := asset('traffic.json'):
         u = ', '.join(f'{label} {n} u' for label, n in data['u'].items())
-        parts.append(f'Bytes that the Triton path moves in a step of GPT-2 124M, forward and backward, norms included: {u} '
-                     '(u: one tensor of tokens x width, read or written once; a compiled standard residual: 197 u). '
-                     'Counted from the launches, not yet timed: no GPU was at hand.')
+        parts.append(f'Traffic of the Triton path in a step of GPT-2 124M, norms included: {u} (u: one tensor of tokens x '
+                     'width, read or written once). Counted from its launches, not timed: no GPU was at hand.')
     return '\n\n'.join(parts) or 'Not measured yet.'
 
 
