@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import config as configuration
 import model
@@ -24,11 +25,8 @@ class ReadmeConfig:
 
 def asset(name):
     """ The JSON in assets/, or None. """
-    path = os.path.join(ROOT, 'assets', name)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding='utf-8') as f:
-        return json.load(f)
+    path = Path(ROOT, 'assets', name)
+    return json.loads(path.read_text(encoding='utf-8')) if path.exists() else None
 
 
 def markdown(rows):
@@ -92,8 +90,8 @@ def speed():
                      f'{data["threads"]} thread.\n\n' + markdown(rows) + '\n\nMade by ' + where(data))
     if data := asset('traffic.json'):
         u = ', '.join(f'{label} {n} u' for label, n in data['u'].items())
-        parts.append(f'Traffic of the Triton path in a step of GPT-2 124M, norms included: {u} (u: one tensor of tokens x '
-                     'width, read or written once). Counted from its launches, not timed: no GPU was at hand.')
+        parts.append(f'Traffic of the Triton path in a step of GPT-2 124M, norms included: {u} (u: a tensor of tokens '
+                     'x width, read or written once). Counted from its launches, not timed: no GPU was at hand.')
     return '\n\n'.join(parts) or 'Not measured yet.'
 
 
