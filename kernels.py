@@ -321,7 +321,7 @@ if triton is not None:
             for i in range(b, tl.minimum(b + 8, n)):
                 x = _row(_pick(v[b:b + 8], i - b), row, mask)
                 if new is not None:                                 # the last source grows, rounded as it is stored
-                    last = mask & (i == n - 1)
+                    last = d < tl.where(i == n - 1, D, 0)
                     x = (x + _row(new, row, last)).to(total.dtype.element_ty)
                     tl.store(total + row, x, mask=last)
                     x = x.to(tl.float32)

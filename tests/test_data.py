@@ -665,6 +665,7 @@ def test_documents_killed(bpe, tmp_path, kind, num_proc):
     for path in DATA.glob('*.py'):
         text = path.read_text(encoding='utf-8')
         text = text.replace('CHUNK = 2**20', 'CHUNK = 2000').replace('SAVE = 5', 'SAVE = .05')
+        text = text.replace(' = chunk\n', ' = chunk\n    time.sleep(.005)\n')  # so that there is time to kill it
         (home / path.name).write_text(text, encoding='utf-8')
     source = (write_jsonl if kind == 'jsonl' else write_parquet)(tmp_path / 'in', docs)
     argv = [sys.executable, home / 'prepare.py', source, '--name=x', '--val_every=7', f'--num_proc={num_proc}']
