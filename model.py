@@ -333,10 +333,7 @@ class GPT(nn.Module):
     @classmethod
     def from_checkpoint(cls, path, device='cpu', kernel='auto'):
         """ The model saved in a checkpoint file, or in the best.pt (else ckpt.pt) of a directory, in eval mode. """
-        if os.path.isdir(path) and os.path.exists(os.path.join(path, 'best.pt')):
-            path = os.path.join(path, 'best.pt')
-        elif os.path.isdir(path):
-            path = os.path.join(path, 'ckpt.pt')
+        path = checkpoint_file(path)
         state = load_checkpoint(path, device)
         try:
             model = cls(GPTConfig(**state['model_config'], kernel=kernel))
@@ -376,6 +373,12 @@ class GPT(nn.Module):
             attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end))
         gpt2.load_state_dict(transpose(self.state_dict()), strict=False)  # without biases: its own are zero at first
         gpt2.save_pretrained(folder)
+
+
+def checkpoint_file(path):
+    """ path, if it is no folder; of a folder its best.pt, else its ckpt.pt. """
+    best, latest = (os.path.join(path, name) for name in ('best.pt', 'ckpt.pt'))
+    return best if os.path.exists(best) else latest if os.path.isdir(path) else path
 
 
 def load_checkpoint(path, device='cpu'):
@@ -463,8 +466,7 @@ def transpose(weights):
 
 def initial_weights(source, config, tokenizer):
     """ A GPT(config), under any residual rule, with the weights of a standard run's folder; tokenizer: its state(). """
-    best = os.path.join(source, 'best.pt')
-    state = load_checkpoint(best if os.path.exists(best) else os.path.join(source, 'ckpt.pt'))
+    state = load_checkpoint(checkpoint_file(source))
     old = state['model_config']
     if old.get('residual') != 'standard':
         raise ValueError(f'residual={old.get("residual")!r} in {source!r}: must be standard for weights to go on')
