@@ -47,6 +47,7 @@ class TrainConfig(GPTConfig):
     resume: bool = False  # go on from out_dir/ckpt.pt; keys that are not given come from there
     overwrite: bool = False  # replace the run that out_dir holds
     seed: int = 1337  # of the weights, the order of the batches and dropout
+    data_seed: int | None = None  # of the order of the batches alone; none: seed
     batch_size: int = 12  # sequences in one forward pass
     gradient_accumulation_steps: int = 1  # forward passes in one step, shared among the processes
     max_iters: int = 5000  # optimiser steps
@@ -81,6 +82,7 @@ class TrainConfig(GPTConfig):
             check(key, 0 <= getattr(self, key) < 1, 'in [0, 1)')
         for key in ('dataset', 'out_dir'):
             check(key, getattr(self, key).strip() and '\0' not in getattr(self, key), 'the name of a folder')
+        check('data_seed', self.data_seed is None or 0 <= self.data_seed < 2**31, 'none or from 0 to 2**31 - 1')
         check('nonfinite', self.nonfinite in ('stop', 'skip'), 'stop or skip')
         check('dtype', self.dtype in ('auto', *DTYPES), 'one of auto, ' + ', '.join(DTYPES))
 
@@ -225,7 +227,8 @@ class Data:
         order is more even, so each part of the text is seen equally often. Drawn at random, one pass would miss 37 %.
         """
         k = (step * self.cfg.gradient_accumulation_steps + micro) * self.cfg.batch_size + np.arange(self.cfg.batch_size)
-        place = (np.random.default_rng(self.cfg.seed).random() + k * GOLDEN) % 1.0
+        seed = self.cfg.seed if self.cfg.data_seed is None else self.cfg.data_seed
+        place = (np.random.default_rng(seed).random() + k * GOLDEN) % 1.0
         return self.windows('train', (place * (len(self.tokens['train']) - self.cfg.n_ctx)).astype(np.int64))
 
     def val_batches(self, rank=0, world=1):
@@ -322,9 +325,9 @@ def first_model(cfg, data):
 
 class Run:
     """ A run under way: what it trains (model, optimizer, data) and how far it is (now). """
-    def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False):
+    def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False, label=''):
         self.cfg, self.data, self.dtype, self.rank, self.world = cfg, data, dtype, rank, world
-        self.device, self.quiet = data.device, quiet or rank > 0
+        self.device, self.quiet, self.label = data.device, quiet or rank > 0, label
         self.autocast = partial(torch.autocast, data.device.type, dtype, enabled=dtype != torch.float32)
         self.ckpt, self.best, self.log = (os.path.join(cfg.out_dir, f) for f in ('ckpt.pt', 'best.pt', 'log.jsonl'))
         self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx  # in a step
@@ -341,7 +344,7 @@ class Run:
     def say(self, line):
         if not self.quiet:
             with suppress(OSError):  # whoever reads this may have gone away; the run goes on
-                tqdm.write(line)
+                tqdm.write(self.label + line)
 
     def total(self, *numbers):
         """ The sum of each number over all processes. """
@@ -475,7 +478,8 @@ class Run:
     def loop(self, stop):
         """ Steps and evaluates until max_iters, patience or a signal ends it. """
         cfg, now = self.cfg, self.now
-        with tqdm(total=cfg.max_iters, initial=now.step, unit='step', disable=self.quiet or None, leave=False) as bar:
+        with tqdm(total=cfg.max_iters, initial=now.step, unit='step', leave=False,
+                  disable=bool(self.quiet or self.label) or None) as bar:
             while True:
                 evaluated = now.history and now.history[-1][0] == now.step
                 if not evaluated and (now.step % cfg.eval_interval == 0 or now.step == cfg.max_iters):
@@ -494,8 +498,11 @@ class Run:
             self.save()
 
 
-def train(cfg, quiet=False):
-    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run. """
+def train(cfg, quiet=False, label=''):
+    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run.
+
+    label: put before each line that is printed, in place of the progress bar, for runs side by side.
+    """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # raises if it cannot run here
@@ -514,7 +521,7 @@ def train(cfg, quiet=False):
                              '--overwrite replaces it, another out_dir keeps it')
         if world > 1:
             dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-        run = Run(cfg, data, dtype, rank, world, quiet)
+        run = Run(cfg, data, dtype, rank, world, quiet, label)
         now = run.now
         try:
             run.warm_up()

@@ -19,7 +19,7 @@ if __name__ == '__main__':  # run as a script: Python would look in data/ only
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.documents import prepare_documents  # noqa: E402
 from data.files import DATA, SPLITS, check_name, locked, write  # noqa: E402
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, tokenizer_from  # noqa: E402, F401
+from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, tokenizer_from  # noqa: E402, F401
 
 BUNDLED = {'shakespeare_char': ('shakespeare.txt', 'char'), 'shakespeare': ('shakespeare.txt', 'gpt2')}
 CORPORA = {'openwebtext': 'hf:Skylion007/openwebtext'}
@@ -41,7 +41,7 @@ def read(path):
 def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, root=DATA) -> dict:
     """ Writes root/NAME from the text file input, or from the bundled text of that name. Returns its meta.
 
-    tokenizer: char or gpt2; None: the bundled text's, else char. The last val_fraction of the characters is for
+    tokenizer: char, bytes or gpt2; None: the bundled text's, else char. The last val_fraction of the characters is for
     validation. ValueError says what is wrong; then nothing is written.
     """
     if input is None and name not in BUNDLED:
@@ -97,7 +97,7 @@ def main(argv=None):
                         'documents: ' + ', '.join(CORPORA) + ', hf:NAME[:CONFIG], parquet:GLOB, jsonl:GLOB')
     parser.add_argument('--input', metavar='FILE', help='a UTF-8 text file of your own')
     parser.add_argument('--name', help="of the folder in data/ (default: the file's or data set's)")
-    parser.add_argument('--tokenizer', help='char or gpt2 (default: char; of shakespeare and of documents: gpt2)')
+    parser.add_argument('--tokenizer', help='char, bytes or gpt2 (default: char; of shakespeare and documents: gpt2)')
     parser.add_argument('--val_fraction', type=float, default=0.1, help='text: its end (default: 0.1)')
     parser.add_argument('--val_every', type=int, default=2000, help='documents: every 2000th (the default)')
     parser.add_argument('--num_proc', type=int, default=min(os.cpu_count() or 1, 16), help='documents: processes')

@@ -1,4 +1,4 @@
-""" Text to token ids and back: a table of characters, or GPT-2's byte-pair encoding (BPE). """
+""" Text to token ids and back: a table of characters, bytes, or GPT-2's byte-pair encoding (BPE). """
 import codecs
 import re
 from functools import cache
@@ -44,6 +44,25 @@ class CharTokenizer:
         return {'kind': self.kind, 'chars': self.chars}
 
 
+class ByteTokenizer:
+    """ One token per byte of the text's UTF-8: for large texts of many alphabets. """
+    kind, n_vocab = 'bytes', 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode('utf-8'), np.uint8).astype(np.uint16)
+
+    def decode(self, ids) -> str:
+        return bytes(int(i) for i in ids).decode('utf-8', errors='replace')
+
+    def streamer(self):
+        """ A function from the next id to the text it completes: a character may take several ids. """
+        decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
+        return lambda i: decoder.decode(bytes([int(i)]))
+
+    def state(self) -> dict:
+        return {'kind': self.kind}
+
+
 class GPT2Tokenizer:
     """ GPT-2's byte-pair encoding; its vocabulary is loaded, or downloaded, at first use. """
     kind, n_vocab, end = 'gpt2', 50257, 50256  # end: the token <|endoftext|>, put after a document
@@ -68,9 +87,10 @@ def tokenizer_from(state: dict):
     """ The tokenizer whose state() this is. """
     if state.get('kind') == 'char':
         return CharTokenizer(state['chars'])
-    if state.get('kind') == 'gpt2':
-        return GPT2Tokenizer()
-    raise ValueError(f'tokenizer={state.get("kind")!r}: must be char or gpt2')
+    for cls in (ByteTokenizer, GPT2Tokenizer):
+        if state.get('kind') == cls.kind:
+            return cls()
+    raise ValueError(f'tokenizer={state.get("kind")!r}: must be one of char, bytes, gpt2')
 
 
 def pieces(text):

@@ -135,28 +135,35 @@ def cells(m):
             *(f'{m[k][0]:.3g} to {m[k][-1]:.3g}' for k in ('stream', 'gradient'))]
 
 
+def show(folders, cfg, out, command):
+    """ Examines the checkpoints in folders, {label or number: folder}; a table, depth.json and pictures. """
+    device, modes = pick_device(cfg.device), {}
+    for name, folder in folders.items():
+        label, m = examine(folder, cfg, device)
+        label = name if isinstance(name, str) else f'{label} ({folder})' if label in modes else label
+        modes[label] = m
+    os.makedirs(out, exist_ok=True)
+    rows = {label: cells(m) for label, m in modes.items()}
+    print(table([(label, *row) for label, row in ({'attention / MLP': HEAD} | rows).items()]))
+    data = {'command': command, **environment(device), 'modes': modes}
+    write_json(os.path.join(out, 'depth.json'), data)
+    pictures.depth(modes, os.path.join(out, 'depth.png'))
+    pictures.dynamics(modes, os.path.join(out, 'dynamics.png'))
+    return data, rows
+
+
 def main(argv):
     folders = [a for a in argv if not a.startswith('-') and not a.endswith('.toml')]
     values = configuration.parse(DepthConfig, [a for a in argv if a not in folders], __doc__.split('\n\n')[0])
-    cfg, modes = configuration.build(DepthConfig, values), {}
+    cfg = configuration.build(DepthConfig, values)
     try:
         if len(folders) != 1 and not (folders and cfg.out):
             raise ValueError(f'{len(folders)} CHECKPOINT_DIRs: must be one, or several and --out=FOLDER')
-        device, out = pick_device(cfg.device), cfg.out or folders[0]
-        for folder in folders:
-            label, m = examine(folder, cfg, device)
-            modes[f'{label} ({folder})' if label in modes else label] = m
-        os.makedirs(out, exist_ok=True)
-    except (ValueError, OSError) as e:
-        configuration.fail(e if isinstance(e, ValueError) else f'out={cfg.out!r}: must be a folder ({e.strerror})')
-    rows = {label: cells(m) for label, m in modes.items()}
-    print(table([(label, *row) for label, row in ({'attention / MLP': HEAD} | rows).items()]))
-    data = {'command': ' '.join(['python compare.py depth', *argv]), **environment(device), 'modes': modes}
-    try:
-        write_json(os.path.join(out, 'depth.json'), data)
-        pictures.depth(modes, os.path.join(out, 'depth.png'))
-        pictures.dynamics(modes, os.path.join(out, 'dynamics.png'))
-    except (ValueError, OSError) as e:
-        configuration.fail(f'out={out!r}: {e}')
+        out = cfg.out or folders[0]
+        data, rows = show(dict(enumerate(folders)), cfg, out, ' '.join(['python compare.py depth', *argv]))
+    except ValueError as e:
+        configuration.fail(e)
+    except OSError as e:
+        configuration.fail(f'out={cfg.out!r}: must be a writable folder ({e.strerror})')
     print(json.dumps(data | {'out': out, 'columns': HEAD, 'modes': rows}))
     return data

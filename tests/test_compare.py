@@ -8,11 +8,12 @@ import torch
 import compare
 import train as trainer
 from experiments import loss as L
-from experiments import measure, pictures
+from experiments import measure, pictures, runs
 from experiments.common import table
 
 TINY = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=4',
-        '--max_iters=4', '--eval_interval=2', '--eval_iters=2', '--timing_rounds=1', '--kernel=reference']
+        '--workers=1', '--max_iters=4', '--eval_interval=2', '--eval_iters=2', '--timing_rounds=1',
+        '--kernel=reference']
 
 
 @pytest.fixture(scope='module')
@@ -45,28 +46,28 @@ def test_finished_runs_are_kept_and_overwrite_redoes_them(done, monkeypatch, cap
     out, data = done
     args = [*TINY, '--seeds=2', '--modes=standard,full', f'--out_dir={out}']
     trained = []
-    monkeypatch.setattr(L, 'train', lambda cfg: trained.append(cfg) or trainer.train(cfg))
+    monkeypatch.setattr(runs, 'train', lambda cfg, label: trained.append(cfg) or trainer.train(cfg))
     assert compare.main(args)['modes']['full']['final_loss'] == data['modes']['full']['final_loss'] and not trained
-    assert capsys.readouterr().out.count('kept from an earlier call') == 4
+    assert capsys.readouterr().out.count('kept from an earlier call') == 6
     compare.main([*args, '--overwrite'])
-    assert len(trained) == 4
+    assert len(trained) == 6
     compare.main([*args, '--learning_rate=1e-3'])  # another run: not the kept one
-    assert len(trained) == 8
+    assert len(trained) == 12
 
 
 def test_an_interrupted_run_continues(tmp_path, monkeypatch):
     args = [*TINY, '--modes=standard', f'--out_dir={tmp_path}']
 
-    def dies(cfg):
+    def dies(cfg, label):
         trainer.train(trainer.TrainConfig(**vars(cfg) | {'max_iters': cfg.max_iters}))
         raise KeyboardInterrupt
-    monkeypatch.setattr(L, 'train', dies)
+    monkeypatch.setattr(runs, 'train', dies)
     with pytest.raises(SystemExit):
         compare.main(args)
     resumed = []
-    monkeypatch.setattr(L, 'train', lambda cfg: resumed.append(cfg.resume) or trainer.train(cfg))
+    monkeypatch.setattr(runs, 'train', lambda cfg, label: resumed.append(cfg.resume) or trainer.train(cfg))
     compare.main(args)
-    assert resumed == [True]
+    assert resumed == [True, False]
 
 
 def test_last_line_is_json(done, capsys):
@@ -108,7 +109,7 @@ def test_when_a_mode_reaches_the_goal():
     assert L.reaches([[[0, 4.], [10, 3.], [20, 2.]]], 2.5) == 15
     assert L.reaches([[[0, 4.], [10, 3.]]], 2.5) is None
     assert 'never' in L.verdicts(results([2.0], [2.2]))[0]
-    assert 'at step 15 of 20 (0.82 of its time)' in L.verdicts(results([2.0], [1.5]))[0]
+    assert 'at step 15 of 20, after 0 s (0.82 of its time)' in L.verdicts(results([2.0], [1.5]))[0]
 
 
 def test_table_is_aligned():
@@ -160,7 +161,7 @@ def test_bad_input_is_one_line_and_code_2(args, says, capsys):
 
 def test_mean_loss_in_the_table_is_that_of_the_runs(done):
     _, data = done
-    row = dict(zip(L.cells(data)[0], L.cells(data)[2], strict=True))
+    row = dict(zip(L.cells(data)[0], L.cells(data)[3], strict=True))
     mean = statistics.mean(data['modes']['full']['final_loss'])
     assert row['mode'] == 'full' and row['final loss'].startswith(f'{mean:.4f}')
 

@@ -104,7 +104,7 @@ def test_char_holds_65536_characters_and_no_more():
 
 @pytest.mark.parametrize('state', [{'kind': 'bytes'}, {}])
 def test_unknown_tokenizer(state):
-    with pytest.raises(ValueError, match=f'tokenizer={state.get("kind")!r}: must be char or gpt2'):
+    with pytest.raises(ValueError, match=f'tokenizer={state.get("kind")!r}: must be one of char, bytes, gpt2'):
         tokenizer_from(state)
 
 
@@ -386,7 +386,7 @@ def test_processes_at_once(text, tmp_path):
     (b'a' * 100,         {'val_fraction': 0.0}, r'val_fraction=0.0: must be between 0 and 1'),
     (b'a' * 100,         {'val_fraction': 1.0}, r'val_fraction=1.0: must be between 0 and 1'),
     (b'a' * 100,         {'val_fraction': float('nan')}, r'val_fraction=nan: must be between 0 and 1'),
-    (b'a' * 100,         {'tokenizer': 'bpe'}, r"tokenizer='bpe': must be char or gpt2"),
+    (b'a' * 100,         {'tokenizer': 'bpe'}, r"tokenizer='bpe': must be one of char, bytes, gpt2"),
     (b'a' * 100,         {'name': ''}, r"name='': must be the plain name of a folder"),
     (b'a' * 100,         {'name': '.'}, r"name='\.': must be the plain name"),
     (b'a' * 100,         {'name': '..'}, r"name='\.\.': must be the plain name"),
@@ -474,7 +474,7 @@ def test_command_refuses_in_one_line(tmp_path):
     (['--input=.'], "input='.': Is a directory"),
     (['--input=FILE', '--name='], "name='': must be the plain name of a folder"),
     (['--input=FILE', '--name=../x'], "name='../x': must be the plain name of a folder"),
-    (['--input=FILE', '--tokenizer=bpe'], "tokenizer='bpe': must be char or gpt2"),
+    (['--input=FILE', '--tokenizer=bpe'], "tokenizer='bpe': must be one of char, bytes, gpt2"),
     (['--input=FILE', '--val_fraction=2'], 'val_fraction=2.0: must be between 0 and 1'),
     (['--input=FILE', '--val_fraction=x'], "--val_fraction: invalid float value: 'x'"),
     (['--input=FILE', '--valfraction=1'], 'unrecognized arguments: --valfraction=1'),
