@@ -3,6 +3,8 @@ Compares residual rules.
 
     python compare.py                     trains standard, full and block on Shakespeare: one table, one picture
     python compare.py --seeds=5 --modes=standard,block:4      paired seeds; block:N: block mode with N residual blocks
+    python compare.py sweep --vary=learning_rate=1e-3,2e-3,4e-3            each mode over the values of a key
+    python compare.py scaling             a ladder of sizes, power laws, the compute that a rule saves
     python compare.py speed --shape=B     cost of a training step by mode and kernel
     python compare.py readme --check      are the generated parts of README.md up to date?
     python compare.py depth DIR DIR --out=FOLDER              what the sublayers of trained models read: maps, dynamics
@@ -14,8 +16,7 @@ import sys
 
 import config as configuration
 
-VERBS = {'loss': 'experiments.loss', 'speed': 'experiments.speed', 'depth': 'experiments.depth',
-         'readme': 'experiments.readme'}
+VERBS = {name: f'experiments.{name}' for name in ('loss', 'speed', 'depth', 'sweep', 'scaling', 'readme')}
 
 
 def main(argv=None):

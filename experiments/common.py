@@ -1,6 +1,7 @@
 """ What the verbs of compare.py share. """
 import json
 import os
+import statistics
 import subprocess
 
 import torch
@@ -19,6 +20,26 @@ def mode_configs(modes):
             raise ValueError(f'modes={modes!r}: {mode!r} is none of {", ".join(RESIDUALS)}, block:N')
         out[mode.strip()] = {'residual': rule} | ({'residual_blocks': int(n)} if n else {})
     return out
+
+
+def preset(argv, name):
+    """ argv with the settings of name that fit this machine, unless it names a TOML file itself. """
+    if any(a.endswith('.toml') or a.startswith('--config') for a in argv):
+        return argv
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return [os.path.join(here, 'config', f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.toml'), *argv]
+
+
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 97.5 %, 1 to 9 degrees of freedom
+
+
+def paired(values, base):
+    """ Mean paired difference and the half-width of its 95 % interval (None from one pair). """
+    d = [v - b for v, b in zip(values, base, strict=True)]
+    if len(d) < 2:
+        return d[0], None
+    t = T95[len(d) - 2] if len(d) - 2 < len(T95) else 2.0
+    return statistics.mean(d), t * statistics.stdev(d) / len(d) ** 0.5
 
 
 def write_json(path, value):

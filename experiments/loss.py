@@ -8,12 +8,10 @@ import os
 import statistics
 from dataclasses import asdict, dataclass
 
-import torch
-
 import config as configuration
 from data.prepare import load
 from experiments import depth, measure, pictures
-from experiments.common import environment, table, write_json
+from experiments.common import environment, paired, preset, table, write_json
 from experiments.runs import RunsConfig, partition, run_all
 from model import RESIDUALS, load_checkpoint
 from sample import SampleConfig, sample
@@ -43,18 +41,6 @@ def costs(configs, vocab_size, rounds):
     base = times[next(iter(configs))]
     return {label: {'ms': 1e3 * statistics.median(t), 'ratio': measure.ratio(t, base), 'bytes': memory(benches[label])}
             for label, t in times.items()}
-
-
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 97.5 %, 1 to 9 degrees of freedom
-
-
-def paired(values, base):
-    """ Mean paired difference and the half-width of its 95 % interval (None from one pair). """
-    d = [v - b for v, b in zip(values, base, strict=True)]
-    if len(d) < 2:
-        return d[0], None
-    t = T95[len(d) - 2] if len(d) - 2 < len(T95) else 2.0
-    return statistics.mean(d), t * statistics.stdev(d) / len(d) ** 0.5
 
 
 def verdicts(data):
@@ -173,15 +159,8 @@ def compare(cfg, argv):
     return data
 
 
-def preset():
-    """ The settings that fit this machine. """
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return os.path.join(here, 'config', 'compare_gpu.toml' if torch.cuda.is_available() else 'compare_cpu.toml')
-
-
 def main(argv):
-    given = any(a.endswith('.toml') or a.startswith('--config') for a in argv)
-    values = configuration.parse(CompareConfig, argv if given else [preset(), *argv], __doc__.split('\n\n')[0])
+    values = configuration.parse(CompareConfig, preset(argv, 'compare'), __doc__.split('\n\n')[0])
     for key in ('residual', 'resume'):
         if key in values:
             configuration.fail(f'{key}={values[key]!r}: must be left out: --modes says what to compare, and unfinished '

@@ -50,6 +50,48 @@ def loss(results, path):
     pyplot.close(figure)
 
 
+def sweep(results, path):
+    """ Final loss over the values of a key, a line a mode: the mean of the seeds, and each of them as a dot. """
+    pyplot = plt()
+    figure, ax = pyplot.subplots(figsize=(5, 3.6), layout='constrained')
+    for i, (label, by) in enumerate(results['final_loss'].items()):
+        ax.plot(range(len(by)), [statistics.mean(v) for v in by.values()], color=COLOURS[i % len(COLOURS)], lw=1.6,
+                label=label)
+        ax.plot([x for x, v in enumerate(by.values()) for _ in v], [y for v in by.values() for y in v], 'o', ms=3.5,
+                color=COLOURS[i % len(COLOURS)], mew=0)
+    ax.set_xticks(range(len(by)), list(by))
+    ax.set_xlabel(results['vary'].partition('=')[0])
+    ax.set_ylabel('final validation loss (nats per token)')
+    seeds = len(next(iter(by.values())))
+    ax.set_title(f'lines: mean of {seeds} seeds, dots: each' if seeds > 1 else 'one seed', fontsize=8)
+    ax.legend(title='mode')
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def scaling(results, path):
+    """ Loss over compute, both logarithmic, with the power law fitted to each mode. """
+    pyplot = plt()
+    figure, ax = pyplot.subplots(figsize=(5.5, 4), layout='constrained')
+    C = np.array(results['compute'])
+    fine = np.geomspace(C[0], C[-1], 50)
+    for i, (label, loss) in enumerate(results['final_loss'].items()):
+        colour, m = COLOURS[i % len(COLOURS)], results['fits'][label]
+        ax.plot(fine, m['A'] * fine ** -m['alpha'], color=colour, lw=1.4, ls='--' if label == results['base'] else '-',
+                label=f'{label}: {m["A"]:.3f} $C^{{-{m["alpha"]:.4f}}}$')
+        ax.plot(np.repeat(C, len(loss[0])), np.ravel(loss), 'o', color=colour, ms=3.5, mew=0)
+    ax.set_xscale('log')
+    ax.set_yscale('log')
+    ax.yaxis.set_major_locator(pyplot.LogLocator(subs=np.arange(1, 10, 0.2)))
+    ax.yaxis.set_major_formatter('{x:g}')
+    ax.yaxis.set_minor_formatter(pyplot.NullFormatter())
+    ax.set_xlabel('compute C (PFLOP/s-days)')
+    ax.set_ylabel('final validation loss (nats per token)')
+    ax.legend(title='mode and fit; a dot is a run')
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
 KINDS = {'attention': ('#e69f00', 'o'), 'MLP': ('#009e73', 's')}  # of sublayers
 
 

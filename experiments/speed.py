@@ -2,6 +2,7 @@
 Cost of the residual rules by mode and kernel: forward, forward + backward, training step, one decoded token, memory.
 
 All candidates take turns in one process with the standard residual; figures are medians, ratios medians within a round.
+On CUDA also our kernels against their byte floor, and fla-core, liger-kernel and fast-attnres where they are installed.
 On a CPU with one thread the clock is the process's own CPU time, so a busy machine disturbs it less.
 
     python compare.py speed --shape=B
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import config as configuration
 import kernels
-from experiments import measure
+from experiments import cuda, measure
 from experiments.common import environment, mode_configs, table, write_json
 from model import GPT, Cache, GPTConfig
 from train import pick_device, pick_dtype
@@ -138,6 +139,16 @@ def speed(cfg):
     configs = candidates(cfg)
     benches = {name: measure.Bench(c, cfg.batch_size, device, dtype, cfg.compile) for name, c in configs.items()}
     base = next(iter(benches))
+    if device.type == 'cuda':
+        for label, keys in mode_configs(cfg.modes).items():
+            for peer, attend in (cuda.peers() if keys['residual'] in ('full', 'block') else {}).items():
+                bench = measure.Bench(cfg.gpt(**keys, kernel='reference'), cfg.batch_size, device, dtype, cfg.compile)
+                bench.model.residual.attend = cuda.Peer(attend, cfg.norm_eps)
+                try:
+                    bench.step()
+                    benches[f'{label} {peer}'] = bench
+                except Exception as e:  # theirs: dtypes and widths that a package does not take
+                    print(f'{label} {peer}: left out, {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}')
 
     def forward(b):
         with torch.no_grad():
@@ -160,14 +171,28 @@ def speed(cfg):
         if device.type == 'cuda':
             rows[name]['peak'] = {'bytes': measure.peak_bytes(b)}
     if cfg.decode:
-        times = timed({name: decoder(b) for name, b in benches.items()}, device, cfg.threads, cfg.rounds)
+        times = timed({name: decoder(benches[name]) for name in configs}, device, cfg.threads, cfg.rounds)
         for name, t in times.items():
             rows[name]['decode'] = summary(t, times[base])
     if kernels.triton is not None:
         for name, c in configs.items():
             if c.residual in ('full', 'block'):
                 rows[name]['traffic'] = traffic(c, cfg.batch_size)
+    if device.type == 'cuda' and kernels.triton is not None and dtype != torch.float64:
+        copy = cuda.copy_speed(device)
+        for name, c in configs.items():
+            if c.residual in ('full', 'block'):
+                rows[name]['kernels'] = cuda.kernel_times(c, cfg.batch_size, device, dtype, copy)
     return device, rows
+
+
+def report_kernels(rows):
+    """ Microseconds of each kernel, as text; empty where none was timed. """
+    out = [('', 'kernel', 'launches', 'us each', 'floor us', 'floor / time')]
+    for name, r in rows.items():
+        for op, k in r.get('kernels', {}).items():
+            out.append((name, op, str(k['launches']), f'{k["us"]:.1f}', f'{k["floor_us"]:.1f}', f'{k["of_floor"]:.0%}'))
+    return '\n' + table(out) if len(out) > 1 else ''
 
 
 def report(rows):
@@ -193,7 +218,7 @@ def main(argv):
         device, rows = speed(cfg)
     except ValueError as e:
         configuration.fail(e)
-    print(report(rows))
+    print(report(rows) + report_kernels(rows))
     sizes = {f.name: getattr(cfg, f.name) for f in fields(SpeedConfig) if f.name not in ('out', 'rounds', 'kernel')}
     out = {'command': ' '.join(['python compare.py speed', *argv]), **environment(device), 'threads': cfg.threads,
            'cpu': os.uname().machine if hasattr(os, 'uname') else '', 'config': sizes, 'rows': rows}

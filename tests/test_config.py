@@ -9,6 +9,9 @@ import pytest
 
 import compare
 import config as configuration
+import experiments.loss
+import experiments.scaling
+import experiments.sweep
 import sample
 import train
 from data import prepare
@@ -123,8 +126,8 @@ def test_no_file_is_executed(tmp_path, capsys):
 
 def test_every_file_in_config_is_good():
     for path in sorted((ROOT / 'config').glob('*.toml')):
-        cls = compare.importlib.import_module('experiments.loss').CompareConfig if path.name.startswith('compare') \
-            else train.TrainConfig
+        cls = {'compare': experiments.loss.CompareConfig, 'scaling': experiments.scaling.ScalingConfig}.get(
+            path.name.split('_')[0], train.TrainConfig)
         cls(**configuration.parse(cls, [str(path)]))
 
 
@@ -198,13 +201,13 @@ def bad_lines(rng, cls, folder):
             yield [rng.choice(files)]
 
 
-@pytest.mark.parametrize('program', ['train', 'sample', 'compare'])
+@pytest.mark.parametrize('program', ['train', 'sample', 'compare', 'sweep', 'scaling'])
 def test_malformed_command_lines_end_in_one_line(program, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    import experiments.loss
-
     cls, main = {'train': (train.TrainConfig, train.main), 'sample': (sample.SampleConfig, sample.main),
-                 'compare': (experiments.loss.CompareConfig, compare.main)}[program]
+                 'compare': (experiments.loss.CompareConfig, compare.main),
+                 'sweep': (experiments.sweep.SweepConfig, experiments.sweep.main),
+                 'scaling': (experiments.scaling.ScalingConfig, experiments.scaling.main)}[program]
     (tmp_path / 'toml').mkdir()
     for argv in bad_lines(random.Random(program), cls, tmp_path / 'toml'):
         try:

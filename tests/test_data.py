@@ -102,10 +102,21 @@ def test_char_holds_65536_characters_and_no_more():
         CharTokenizer(chars)
 
 
-@pytest.mark.parametrize('state', [{'kind': 'bytes'}, {}])
+@pytest.mark.parametrize('state', [{'kind': 'words'}, {}])
 def test_unknown_tokenizer(state):
     with pytest.raises(ValueError, match=f'tokenizer={state.get("kind")!r}: must be one of char, bytes, gpt2'):
         tokenizer_from(state)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_bytes_round_trip(seed):
+    s, tok = random_text(seed), tokenizer_from({'kind': 'bytes'})
+    ids = tok.encode(s)
+    assert ids.dtype == np.uint16 and ids.tolist() == list(s.encode()) and tok.n_vocab == 256
+    assert tok.decode(ids) == tok.decode(ids.tolist()) == s and tok.state() == {'kind': 'bytes'}
+    stream = tok.streamer()
+    assert ''.join(stream(i) for i in ids.tolist()) == s
+    assert tok.decode([0xff]) == '\ufffd'
 
 
 @pytest.mark.parametrize('seed', range(5))

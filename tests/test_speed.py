@@ -1,12 +1,15 @@
 """ compare.py speed: the table, the JSON, and the traffic count at GPT-2's size. """
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import compare
 import kernels
-from experiments import speed
-from model import GPTConfig
+from experiments import cuda, speed
+from model import GPT, GPTConfig
 
 SMALL = ['speed', '--shape=A', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=8', '--batch_size=2', '--rounds=2',
          '--device=cpu']
@@ -36,3 +39,54 @@ def test_traffic_of_gpt2(residual, N, low, high):
 def test_without_standard_the_first_mode_is_the_base(capsys):
     data = compare.main([*SMALL, '--modes=full', '--decode=false'])
     assert data["rows"]["full"]["step"]["ratio"] == 1.0 and "decode" not in data["rows"]["full"]
+
+
+def test_kernels_against_their_floor():
+    """ 3 launches of 4 MB in all at 1 GB/s: 4000 us by a copy; the card took 5000. """
+    launches = [('attnres::read', 1e6), ('attnres::read', 2e6), ('attnres::source', 5e5), ('sum', 7.0),
+                ('attnres::read', 1e6)]
+    out = cuda.against_floor(launches, {'_read_kernel': (3, 5000.0)}, 1e9)
+    assert out == {'read': {'launches': 3, 'us': pytest.approx(5000 / 3), 'floor_us': pytest.approx(4000 / 3),
+                            'of_floor': pytest.approx(0.8)}}
+    with pytest.raises(RuntimeError, match='2 launches on the card, 3 counted'):
+        cuda.against_floor(launches, {'_read_kernel': (2, 1.0)}, 1e9)
+    rows = {'full': {'kernels': out}, 'standard': {}}
+    assert 'read' in speed.report_kernels(rows) and '80%' in speed.report_kernels(rows)
+    assert speed.report_kernels({'standard': {}}) == ''
+
+
+def by_hand(w, v, eps):
+    """ Depth attention as the other packages document it, gain apart. """
+    v = torch.stack(list(v))
+    p = ((v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)) @ w).softmax(0)
+    return (p.unsqueeze(-1) * v).sum(0)
+
+
+FAKES = {'fla': lambda query, residuals, rms_weight, output_rms_weight=None, rms_eps=1e-6:
+         by_hand(query * rms_weight, residuals, rms_eps),
+         'liger': lambda V, w_query, w_norm, eps=1e-6: by_hand(w_query * w_norm, V, eps),
+         'fast-attnres': lambda values, query, *, eps: by_hand(query, values, eps)}
+
+
+@pytest.mark.parametrize('name', cuda.PEERS)
+@pytest.mark.parametrize('residual, N', [('full', 6), ('block', 2)])
+def test_a_peer_in_the_rule_is_the_same_function(name, residual, N, monkeypatch):
+    """ With their documented signatures in place of the packages: logits and gradients equal ours. """
+    module, function, _ = cuda.PEERS[name]
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: FAKES[name]}))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=3, n_embd=16, n_head=2, n_ctx=8, vocab_size=11, residual=residual, residual_blocks=N,
+                          kernel='reference')).double()
+    torch.nn.init.normal_(model.residual.query)
+    idx = torch.randint(11, (2, 8))
+    ours = torch.autograd.grad(model(idx, idx)[1], list(model.parameters()))
+    model.residual.attend = cuda.Peer(cuda.peers()[name], model.residual.attend.eps)
+    theirs = torch.autograd.grad(model(idx, idx)[1], list(model.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < 1e-10
+
+
+def test_packages_that_are_not_installed_are_left_out(monkeypatch):
+    for module, _, _ in cuda.PEERS.values():
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cuda.peers() == {}

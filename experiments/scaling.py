@@ -1,0 +1,158 @@
+"""
+Trains the residual rules on a ladder of sizes and fits loss = A C^-alpha to each: how much compute does a rule save?
+
+    python compare.py scaling                       a ladder of small networks on a CPU, of larger ones on CUDA
+    python compare.py scaling config/scaling_cpu.toml --sizes=4,6,8 --seeds=3
+
+One dial makes a network: n transformer blocks of width aspect * n. Steps grow with n and the learning rate falls with
+1 / n, from those of the smallest. C = 6 * parameters (embeddings apart) * tokens, in floating-point operations.
+C'/C: the compute that the standard residual would need for the loss of a rule at the largest C, by the fits.
+"""
+import json
+import os
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+import config as configuration
+from experiments import pictures
+from experiments.common import environment, preset, table, write_json
+from experiments.runs import RunsConfig, run_all
+from train import pick_device
+
+RESAMPLES = 10_000
+DAY = 8.64e19  # floating-point operations of a petaflop/s-day
+
+
+@dataclass
+class ScalingConfig(RunsConfig):
+    sizes: str = '4,6,8,10'  # numbers of transformer blocks, even, growing
+    aspect: int = 16  # width for each transformer block; heads are 32 wide
+    max_iters: int = 600  # steps of the smallest network; larger ones take more in proportion to n
+    learning_rate: float = 4e-3  # of the smallest network; larger ones take less in proportion to 1 / n
+    seeds: int = 3  # paired runs of each mode and size
+
+    def __post_init__(self):
+        super().__post_init__()
+        check = configuration.checker(self)
+        numbers = [int(n) if n.strip().isdecimal() and len(n) < 5 else 0 for n in self.sizes.split(',')]
+        check('sizes', len(numbers) > 1 and all(n > 0 and n % 2 == 0 for n in numbers)
+              and sorted(set(numbers)) == numbers, 'two or more even numbers, growing, for example 4,6,8')
+        check('aspect', self.aspect > 0 and self.aspect % 16 == 0, 'a multiple of 16: heads are 32 wide')
+        self.ladder = {n: self.rung(n, numbers[0]) for n in numbers}
+        for keys in self.ladder.values():
+            self.mode_configs(**keys)
+
+    def rung(self, n, first):
+        """ The settings of the network with n transformer blocks. """
+        steps, width = round(self.max_iters * n / first), self.aspect * n
+        return dict(n_layer=n, n_embd=width, n_head=width // 32, max_iters=steps, eval_interval=max(1, steps // 4),
+                    learning_rate=self.learning_rate * first / n, min_lr=self.min_lr * first / n)
+
+    def compute(self, n):
+        """ Floating-point operations of a run. """
+        c = self.plain(**self.ladder[n])
+        tokens = c.max_iters * c.batch_size * c.gradient_accumulation_steps * c.n_ctx
+        return 6.0 * 12 * n * c.n_embd**2 * tokens
+
+
+def fit(C, loss):
+    """ (A, alpha) of loss = A C^-alpha, by least squares of the logarithms; loss: (..., sizes) """
+    x, y = np.log(C), np.log(loss)
+    alpha = -(y * (x - x.mean())).sum(-1) / ((x - x.mean()) ** 2).sum()
+    return np.exp(y.mean(-1) + alpha * x.mean()), alpha
+
+
+def advantage(C, base, loss):
+    """ C'/C at the largest C: the base's fit needs C' for the loss that the other fit reaches with C; (..., sizes)
+
+    nan where more compute does not help the base: there is no C'.
+    """
+    (A, alpha), (A_other, alpha_other) = fit(C, base), fit(C, loss)
+    alpha = np.where(alpha > 0, alpha, np.nan)
+    return (A / (A_other * C[-1] ** -alpha_other)) ** (1 / alpha) / C[-1]
+
+
+def interval(C, base, loss, seed=0):
+    """ 95 % interval of advantage by bootstrap; base, loss: (sizes, seeds), paired. None from one seed.
+
+    Each size's mean is drawn anew from the deviations of all sizes together, pairs kept: a few seeds a size are too few
+    to draw from on their own.
+    """
+    both = np.stack((base, loss), -1)  # (sizes, seeds, 2)
+    sizes, seeds, _ = both.shape
+    if seeds < 2:
+        return None
+    means = both.mean(1)
+    pool = ((both - means[:, None]) * (seeds / (seeds - 1)) ** 0.5).reshape(-1, 2)
+    draws = np.random.default_rng(seed).integers(len(pool), size=(RESAMPLES, sizes, seeds))
+    drawn = means + pool[draws].mean(2)  # (RESAMPLES, sizes, 2)
+    return np.nanpercentile(advantage(C, drawn[..., 0], drawn[..., 1]), [2.5, 97.5]).tolist()
+
+
+def analyse(C, loss, base):
+    """ {label: fit, advantage, interval}; loss: {label: (sizes, seeds)} """
+    out, C = {}, np.array(C)
+    for label, values in loss.items():
+        values, reference = np.array(values), np.array(loss[base])
+        A, alpha = fit(C, values.mean(1))
+        out[label] = {'A': float(A), 'alpha': float(alpha)}
+        if label != base:
+            out[label] |= {'advantage': float(advantage(C, reference.mean(1), values.mean(1))),
+                           'interval': interval(C, reference, values)}
+    return out
+
+
+def verdicts(data):
+    """ One sentence on each mode's fit and compute advantage. """
+    out = []
+    for label, m in data['fits'].items():
+        text = f'{label}: loss = {m["A"]:.3f} C^-{m["alpha"]:.4f} (C in PFLOP/s-days)'
+        if 'advantage' in m:
+            text += f"; C'/C = {m['advantage']:.2f}"
+            if m['interval'] is None:
+                text += ' from one seed, which gives no interval; --seeds=3 gives one'
+            else:
+                low, high = m['interval']
+                text += f' (95 %: {low:.2f} to {high:.2f})' + (', not resolved' if low <= 1 <= high else '')
+        out.append(text)
+    return out
+
+
+def cells(data):
+    """ The table: a row a size, a column a mode. """
+    rows = [('blocks x width', 'steps', 'PFLOP/s-days', *data['final_loss'])]
+    for i, (n, keys) in enumerate(data['ladder'].items()):
+        rows.append((f'{n} x {keys["n_embd"]}', str(keys['max_iters']), f'{data["compute"][i]:.2e}',
+                     *(f'{np.mean(v[i]):.4f}' for v in data['final_loss'].values())))
+    return rows
+
+
+def main(argv):
+    values = configuration.parse(ScalingConfig, preset(argv, 'scaling'), __doc__.split('\n\n')[0])
+    for key in ('residual', 'resume', 'n_layer', 'n_embd', 'n_head'):
+        if key in values:
+            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and --sizes say what to train')
+    try:
+        cfg = ScalingConfig(**values)
+        grid = {(label, n, s): c for n, keys in cfg.ladder.items() for s in range(cfg.seeds)
+                for label, c in cfg.mode_configs(**keys, seed=cfg.seed + s).items()}
+        results = run_all([(f'{label}, {n} transformer blocks', c) for (label, n, _), c in grid.items()], cfg)
+        labels, sizes = list(cfg.mode_configs()), list(cfg.ladder)
+        loss = {label: [[] for _ in sizes] for label in labels}
+        for (label, n, _), result in zip(grid, results, strict=True):
+            loss[label][sizes.index(n)].append(result['final_loss'])
+        C, base = [cfg.compute(n) / DAY for n in sizes], 'standard' if 'standard' in labels else labels[0]
+        data = {'command': ' '.join(['python compare.py scaling', *argv]), **environment(pick_device(cfg.device)),
+                'config': asdict(cfg), 'base': base, 'ladder': {str(n): keys for n, keys in cfg.ladder.items()},
+                'compute': C, 'final_loss': loss, 'fits': analyse(C, loss, base)}
+        print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
+        write_json(os.path.join(cfg.out_dir, 'scaling.json'), data)
+        pictures.scaling(data, os.path.join(cfg.out_dir, 'scaling.png'))
+    except ValueError as e:
+        configuration.fail(e)
+    except RuntimeError as e:
+        configuration.fail(e, code=1)
+    print(f'\nwrote scaling.json and scaling.png into {cfg.out_dir}')
+    print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
+    return data

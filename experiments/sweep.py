@@ -1,0 +1,100 @@
+"""
+Trains the residual rules over several values of one key: where is each best, and what does a shared value decide?
+
+    python compare.py sweep --vary=learning_rate=1e-3,2e-3,4e-3,8e-3 --seeds=2
+    python compare.py sweep --vary=scale_proj_init=true,false --modes=standard,block:4
+
+With learning_rate, min_lr keeps its share of it.
+"""
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from statistics import mean
+
+import config as configuration
+from experiments import pictures
+from experiments.common import environment, paired, preset, table, write_json
+from experiments.runs import RunsConfig, run_all
+from train import FREE, TrainConfig, pick_device
+
+KEYS = {f.name: f.type for f in fields(TrainConfig)
+        if f.name not in FREE | {'residual', 'residual_blocks', 'seed', 'dataset', 'init_from', 'min_lr', 'vocab_size'}}
+
+
+@dataclass
+class SweepConfig(RunsConfig):
+    vary: str = 'learning_rate=1e-3,2e-3,4e-3,8e-3'  # KEY=VALUE,VALUE,...: every mode is trained with each value
+    seeds: int = 2  # paired runs of each mode and value
+
+    def __post_init__(self):
+        super().__post_init__()
+        check = configuration.checker(self)
+        key, has_values, texts = self.vary.partition('=')
+        check('vary', has_values and key in KEYS, 'KEY=VALUE,VALUE,... with KEY one of ' + ', '.join(KEYS))
+        self.values = {text.strip(): configuration.convert(key, text.strip(), KEYS[key]) for text in texts.split(',')}
+        check('vary', len(self.values) == texts.count(',') + 1, 'without a value given twice')
+        for value in self.values.values():
+            self.mode_configs(**self.changed(value))
+
+    def changed(self, value):
+        """ The settings that a value stands for. """
+        key = self.vary.partition('=')[0]
+        share = self.min_lr / self.learning_rate if self.learning_rate else 1.0
+        return {key: value} | ({'min_lr': value * share} if key == 'learning_rate' else {})
+
+
+def cells(data):
+    """ The table: a row a value, a column a mode, then the paired differences from the base. """
+    loss, base = data['final_loss'], data['base']
+    others = [label for label in loss if label != base]
+    rows = [(data['vary'].partition('=')[0], *loss, *(f'{label} - {base}' for label in others))]
+    for value in loss[base]:
+        row = [value, *(f'{mean(loss[label][value]):.4f}' for label in loss)]
+        for label in others:
+            d, half = paired(loss[label][value], loss[base][value])
+            row.append(f'{d:+.4f}' + (f' +- {half:.4f}' if half is not None else ''))
+        rows.append(tuple(row))
+    return rows
+
+
+def verdicts(data):
+    """ One sentence a mode: its best value, against the base at that value, at its own best and at this mode's. """
+    loss, base, key = data['final_loss'], data['base'], data['vary'].partition('=')[0]
+    best = {label: min(by, key=lambda v, by=by: mean(by[v])) for label, by in loss.items()}
+    out = [f'{base} is at its best with {key} {best[base]}: {mean(loss[base][best[base]]):.4f}']
+    for label in (label for label in loss if label != base):
+        pairs = [(best[label], best[label]), (best[base], best[base]), (best[label], best[base])]
+        (own, _), (theirs, _), (each, half) = (paired(loss[label][a], loss[base][b]) for a, b in pairs)
+        out.append(f'{label} is at its best with {best[label]}: {mean(loss[label][best[label]]):.4f}; {label} - {base} '
+                   f'there {own:+.4f}, at the best of {base} {theirs:+.4f}, each at its own best {each:+.4f}'
+                   + (f' +- {half:.4f} (95 %)' if half is not None else ''))
+    return out
+
+
+def main(argv):
+    values = configuration.parse(SweepConfig, preset(argv, 'compare'), __doc__.split('\n\n')[0])
+    for key in ('residual', 'resume'):
+        if key in values:
+            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes says what to compare')
+    try:
+        cfg = SweepConfig(**values)
+        grid = {(label, text, s): c for text, value in cfg.values.items() for s in range(cfg.seeds)
+                for label, c in cfg.mode_configs(**cfg.changed(value), seed=cfg.seed + s).items()}
+        key = cfg.vary.partition('=')[0]
+        results = run_all([(f'{label}, {key} {text}', c) for (label, text, _), c in grid.items()], cfg)
+        labels = list(cfg.mode_configs())
+        data = {'command': ' '.join(['python compare.py sweep', *argv]), **environment(pick_device(cfg.device)),
+                'config': asdict(cfg), 'base': 'standard' if 'standard' in labels else labels[0], 'vary': cfg.vary,
+                'final_loss': {label: {text: [] for text in cfg.values} for label in labels}}
+        for (label, text, _), result in zip(grid, results, strict=True):
+            data['final_loss'][label][text].append(result['final_loss'])
+        print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
+        write_json(os.path.join(cfg.out_dir, 'sweep.json'), data)
+        pictures.sweep(data, os.path.join(cfg.out_dir, 'sweep.png'))
+    except ValueError as e:
+        configuration.fail(e)
+    except RuntimeError as e:
+        configuration.fail(e, code=1)
+    print(f'\nwrote sweep.json and sweep.png into {cfg.out_dir}')
+    print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
+    return data

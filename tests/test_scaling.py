@@ -1,0 +1,155 @@
+""" compare.py sweep and scaling: power laws, compute advantage and its interval, grids of runs, refusals, pictures. """
+import json
+import os
+
+import numpy as np
+import pytest
+
+import compare
+from experiments import common, pictures, runs, scaling, sweep
+from experiments.runs import RunsConfig
+from train import TrainConfig
+
+SMALL = ['--n_ctx=16', '--batch_size=2', '--max_iters=2', '--eval_interval=2', '--eval_iters=1', '--workers=1',
+         '--kernel=reference', '--warmup_iters=1']
+C = np.array([1.0, 3.0, 10.0, 30.0])
+
+
+def fake(seen, loss):
+    """ A train() that trains nothing and notes its calls. """
+    def train(cfg, label):
+        seen.append(cfg)
+        os.makedirs(cfg.out_dir)
+        return {'final_loss': loss(cfg), 'stopped': None}
+    return train
+
+
+def test_fit_of_an_exact_power_law():
+    A, alpha = scaling.fit(C, 1.9 * C**-0.057)
+    assert A == pytest.approx(1.9) and alpha == pytest.approx(0.057)
+
+
+def test_advantage_of_the_papers_fits():
+    """ The paper's rounded fits give 1.254 at 5.5974 PFLOP/s-days. """
+    points = np.array([0.6916, 1.0405, 1.6937, 3.3528, 5.5974])
+    got = scaling.advantage(points, 1.891 * points**-0.057, 1.870 * points**-0.058)
+    assert got == pytest.approx((1.891 / (1.870 * 5.5974**-0.058)) ** (1 / 0.057) / 5.5974, rel=1e-9)
+    assert got == pytest.approx(1.254, abs=0.01)
+
+
+def test_equal_losses_have_no_advantage():
+    assert scaling.advantage(C, 2 * C**-0.1, 2 * C**-0.1) == pytest.approx(1)
+    assert np.isnan(scaling.advantage(C, 2 * C**0.1, 2 * C**-0.1))
+
+
+def losses(rng, factor, noise, seeds=3):
+    """ A base and a rule that is `factor` better, pairs sharing most of their noise. """
+    shared = noise * rng.standard_normal((4, seeds))
+    base = 2 * C[:, None] ** -0.1 + shared
+    return base, base * factor + noise / 10 * rng.standard_normal((4, seeds))
+
+
+def test_the_interval_holds_the_truth_and_tells_noise_from_gain():
+    rng, held = np.random.default_rng(1), 0
+    for _ in range(40):
+        base, rule = losses(rng, 0.98, 0.02)
+        low, high = scaling.interval(C, base, rule)
+        held += low <= 0.98**-10 <= high
+    assert held >= 30  # of 40; 95 % in the long run with many seeds, somewhat fewer with three
+    fits = scaling.analyse(C, {'standard': base, 'full': rule, 'same': losses(rng, 1.0, 0.02)[1]}, 'standard')
+    data = {'fits': fits}
+    says = scaling.verdicts(data)
+    assert 'not resolved' in says[2] and 'not resolved' not in says[1] and "C'/C" not in says[0]
+
+
+def test_one_seed_gives_no_interval():
+    fits = scaling.analyse(C, {'standard': 2 * C[:, None]**-0.1, 'full': 1.9 * C[:, None]**-0.1}, 'standard')
+    assert fits['full']['interval'] is None and 'one seed' in scaling.verdicts({'fits': fits})[1]
+
+
+def test_the_ladder():
+    """ One dial: width, heads, steps and rate follow from the number of blocks. """
+    cfg = scaling.ScalingConfig(sizes='4,8', max_iters=100, learning_rate=0.01, min_lr=0.001)
+    assert cfg.ladder[8] == dict(n_layer=8, n_embd=128, n_head=4, max_iters=200, eval_interval=50,
+                                 learning_rate=pytest.approx(0.005), min_lr=pytest.approx(0.0005))
+    assert cfg.compute(8) == 6 * 12 * 8 * 128**2 * 200 * cfg.batch_size * cfg.n_ctx
+
+
+def test_scaling_runs(tmp_path, capsys):
+    data = compare.main(['scaling', 'config/scaling_cpu.toml', '--sizes=2,4', '--modes=standard,full,block:4',
+                         *SMALL, f'--out_dir={tmp_path}'])
+    loss = data['final_loss']
+    assert np.shape(loss['full']) == (2, 2) and loss['block:4'][0] == loss['full'][0]  # 4 sublayers: the same function
+    assert loss['standard'][0] != loss['full'][0] and data['fits']['full']['interval']
+    assert json.loads((tmp_path / 'scaling.json').read_text())['fits'] == data['fits']
+    assert (tmp_path / 'scaling.png').stat().st_size > 10_000
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['fits'] == data['fits']
+
+
+def test_sweep_runs(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(runs, 'train', fake(seen, lambda c: c.learning_rate + c.seed % 2 + c.min_lr
+                                            + (c.residual == 'full')))
+    args = ['sweep', 'config/compare_cpu.toml', '--vary=learning_rate=1,2', '--modes=standard,full', '--min_lr=1',
+            '--learning_rate=10', '--seed=2', *SMALL, f'--out_dir={tmp_path}']
+    data = compare.main(args)
+    assert len(seen) == 8 and {(c.learning_rate, c.min_lr) for c in seen} == {(1.0, 0.1), (2.0, 0.2)}
+    assert data['final_loss'] == {'standard': {'1': [1.1, 2.1], '2': [2.2, 3.2]},
+                                  'full': {'1': [2.1, 3.1], '2': [3.2, 4.2]}}
+    compare.main(args)
+    assert len(seen) == 8  # kept
+    assert (tmp_path / 'sweep.png').stat().st_size > 10_000
+
+
+def test_sweep_compares_each_mode_at_its_best():
+    data = {'base': 'standard', 'vary': 'learning_rate=1,2',
+            'final_loss': {'standard': {'1': [3.0, 3.0], '2': [2.0, 2.0]}, 'full': {'1': [1.5, 1.7], '2': [2.5, 2.5]}}}
+    first, second = sweep.verdicts(data)
+    assert 'learning_rate 2: 2.0000' in first
+    assert all(part in second for part in ('best with 1: 1.6000', 'there -1.4000', 'at the best of standard +0.5000',
+                                           'each at its own best -0.4000 +- 1.27'))
+    assert sweep.cells(data)[1] == ('1', '3.0000', '1.6000', '-1.4000 +- 1.2710')
+
+
+@pytest.mark.parametrize('args, says', [
+    (['sweep', '--vary=lr=1'], 'vary='), (['sweep', '--vary=learning_rate'], 'vary='),
+    (['sweep', '--vary=learning_rate=1,1'], 'twice'), (['sweep', '--vary=learning_rate=x'], 'learning_rate='),
+    (['sweep', '--vary=residual=full'], 'vary='), (['sweep', '--vary=n_layer=0'], 'n_layer=0'),
+    (['scaling', '--sizes=4'], 'sizes='), (['scaling', '--sizes=4,5'], 'sizes='),
+    (['scaling', '--sizes=8,4'], 'sizes='), (['scaling', '--aspect=8'], 'aspect=8'),
+    (['scaling', '--n_embd=8'], 'n_embd=8'),
+    (['scaling', '--sizes=2,4', '--modes=block:8'], 'residual_blocks=8'), (['--workers=-1'], 'workers=-1'),
+    (['--data_seed=-1'], 'data_seed=-1')])
+def test_bad_input_is_one_line(args, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compare.main(args)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count('\n') == 1 and says in err
+
+
+def test_equal_runs_are_trained_once_and_results_keep_their_order(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(runs, 'train', fake(seen, lambda c: c.seed))
+    cfg = RunsConfig(out_dir=str(tmp_path), workers=1)
+    todo = [('a', cfg.plain(seed=2)), ('b', cfg.plain(seed=1)), ('c', cfg.plain(seed=2))]
+    assert [r['final_loss'] for r in runs.run_all(todo, cfg)] == [2, 1, 2] and [c.seed for c in seen] == [2, 1]
+
+
+def test_what_defines_a_run():
+    """ Another order of batches is another run, another folder is not; block with S = 1 is full. """
+    def key(**keys):
+        return runs.run_key(TrainConfig(**keys), {})
+    assert len({key(), key(data_seed=1), key(seed=2), key(residual='full')}) == 4
+    assert key(out_dir='x') == key() and key(residual='block', residual_blocks=12, n_layer=6) == key(
+        residual='full', n_layer=6)
+
+
+def test_statistics_are_students():
+    assert common.T95[0] == pytest.approx(12.706, abs=0.01) and common.T95[3] == pytest.approx(2.776, abs=0.01)
+
+
+def test_pictures(tmp_path):
+    data = {'vary': 'scale_proj_init=true,false', 'base': 'standard',
+            'final_loss': {'standard': {'true': [1.0], 'false': [2.0]}}}
+    pictures.sweep(data, tmp_path / 'a.png')
+    assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
