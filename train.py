@@ -47,7 +47,7 @@ class TrainConfig(GPTConfig):
     resume: bool = False  # go on from out_dir/ckpt.pt; keys that are not given come from there
     overwrite: bool = False  # replace the run that out_dir holds
     seed: int = 1337  # of the weights, the order of the batches and dropout
-    data_seed: int | None = None  # of the order of the batches alone; none: seed
+    data_seed: int = 0  # of the order of the batches alone; 0: seed
     batch_size: int = 12  # sequences in one forward pass
     gradient_accumulation_steps: int = 1  # forward passes in one step, shared among the processes
     max_iters: int = 5000  # optimiser steps
@@ -74,7 +74,7 @@ class TrainConfig(GPTConfig):
         self.model(self.vocab_size or 1)  # checks the model's keys
         for key in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval'):
             check(key, 1 <= getattr(self, key) < 2**31, 'a whole number from 1 to 2**31 - 1')
-        for key in ('vocab_size', 'seed', 'max_iters', 'warmup_iters', 'lr_decay_iters', 'eval_iters', 'patience'):
+        for key in 'vocab_size seed data_seed max_iters warmup_iters lr_decay_iters eval_iters patience'.split():
             check(key, 0 <= getattr(self, key) < 2**31, 'a whole number from 0 to 2**31 - 1')
         for key in ('learning_rate', 'min_lr', 'weight_decay', 'grad_clip'):
             check(key, 0 <= getattr(self, key) < math.inf, 'zero or a positive number')
@@ -82,7 +82,6 @@ class TrainConfig(GPTConfig):
             check(key, 0 <= getattr(self, key) < 1, 'in [0, 1)')
         for key in ('dataset', 'out_dir'):
             check(key, getattr(self, key).strip() and '\0' not in getattr(self, key), 'the name of a folder')
-        check('data_seed', self.data_seed is None or 0 <= self.data_seed < 2**31, 'none or from 0 to 2**31 - 1')
         check('nonfinite', self.nonfinite in ('stop', 'skip'), 'stop or skip')
         check('dtype', self.dtype in ('auto', *DTYPES), 'one of auto, ' + ', '.join(DTYPES))
 
@@ -221,14 +220,13 @@ class Data:
         return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
 
     def train_batch(self, step, micro):
-        """ The batch of one forward pass, a function of (seed, step, micro) and of nothing else.
+        """ The batch of one forward pass, a function of (data_seed, step, micro) and of nothing else.
 
         Window k of the run starts at the fraction k / golden ratio (modulo 1) of the text, from a random offset: no
         order is more even, so each part of the text is seen equally often. Drawn at random, one pass would miss 37 %.
         """
         k = (step * self.cfg.gradient_accumulation_steps + micro) * self.cfg.batch_size + np.arange(self.cfg.batch_size)
-        seed = self.cfg.seed if self.cfg.data_seed is None else self.cfg.data_seed
-        place = (np.random.default_rng(seed).random() + k * GOLDEN) % 1.0
+        place = (np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() + k * GOLDEN) % 1.0
         return self.windows('train', (place * (len(self.tokens['train']) - self.cfg.n_ctx)).astype(np.int64))
 
     def val_batches(self, rank=0, world=1):
@@ -327,7 +325,7 @@ class Run:
     """ A run under way: what it trains (model, optimizer, data) and how far it is (now). """
     def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False, label=''):
         self.cfg, self.data, self.dtype, self.rank, self.world = cfg, data, dtype, rank, world
-        self.device, self.quiet, self.label = data.device, quiet or rank > 0, label
+        self.device, self.quiet, self.label = data.device, quiet or rank > 0, label  # label: of runs side by side
         self.autocast = partial(torch.autocast, data.device.type, dtype, enabled=dtype != torch.float32)
         self.ckpt, self.best, self.log = (os.path.join(cfg.out_dir, f) for f in ('ckpt.pt', 'best.pt', 'log.jsonl'))
         self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx  # in a step
@@ -499,10 +497,7 @@ class Run:
 
 
 def train(cfg, quiet=False, label=''):
-    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run.
-
-    label: put before each line that is printed, in place of the progress bar, for runs side by side.
-    """
+    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run. """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # raises if it cannot run here

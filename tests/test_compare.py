@@ -14,6 +14,7 @@ from experiments.common import table
 TINY = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=4',
         '--workers=1', '--max_iters=4', '--eval_interval=2', '--eval_iters=2', '--timing_rounds=1',
         '--kernel=reference']
+BARE = [*TINY, '--noise=false']
 
 
 @pytest.fixture(scope='module')
@@ -33,6 +34,22 @@ def test_one_call_trains_all_and_writes_everything(done):
         assert [s for s, _ in m['history'][0]] == [0, 2, 4]
 
 
+def test_noise_is_the_base_with_other_batches(done):
+    """ Same weights at the start, another end, the same at every call. """
+    _, data = done
+    base, noise = data['modes']['standard'], data['noise']
+    assert noise['first_loss'] == base['first_loss'] and len(noise['final_loss']) == 2
+    gaps = [abs(a - b) for a, b in zip(noise['final_loss'], base['final_loss'], strict=True)]
+    assert min(gaps) > 1e-6 and f'{max(gaps):.4f} apart at most' in L.verdicts(data)[0]
+    assert L.cells(data)[2][0] == 'standard, other batches'
+
+
+def test_depth_is_shown_at_the_end(done):
+    out, data = done
+    shown = json.loads((out / 'depth.json').read_text())['modes']
+    assert shown.keys() == data['modes'].keys() and (out / 'dynamics.png').exists() and (out / 'depth.png').exists()
+
+
 def test_runs_are_paired(done):
     """ The same seed starts every mode from the same function, another seed from another. """
     _, data = done
@@ -44,19 +61,19 @@ def test_runs_are_paired(done):
 
 def test_finished_runs_are_kept_and_overwrite_redoes_them(done, monkeypatch, capsys):
     out, data = done
-    args = [*TINY, '--seeds=2', '--modes=standard,full', f'--out_dir={out}']
+    args = [*BARE, '--seeds=2', '--modes=standard,full', f'--out_dir={out}']
     trained = []
     monkeypatch.setattr(runs, 'train', lambda cfg, label: trained.append(cfg) or trainer.train(cfg))
     assert compare.main(args)['modes']['full']['final_loss'] == data['modes']['full']['final_loss'] and not trained
-    assert capsys.readouterr().out.count('kept from an earlier call') == 6
+    assert capsys.readouterr().out.count('kept from an earlier call') == 4
     compare.main([*args, '--overwrite'])
-    assert len(trained) == 6
+    assert len(trained) == 4
     compare.main([*args, '--learning_rate=1e-3'])  # another run: not the kept one
-    assert len(trained) == 12
+    assert len(trained) == 8
 
 
 def test_an_interrupted_run_continues(tmp_path, monkeypatch):
-    args = [*TINY, '--modes=standard', f'--out_dir={tmp_path}']
+    args = [*BARE, '--modes=standard', f'--out_dir={tmp_path}']
 
     def dies(cfg, label):
         trainer.train(trainer.TrainConfig(**vars(cfg) | {'max_iters': cfg.max_iters}))
@@ -67,12 +84,12 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch):
     resumed = []
     monkeypatch.setattr(runs, 'train', lambda cfg, label: resumed.append(cfg.resume) or trainer.train(cfg))
     compare.main(args)
-    assert resumed == [True, False]
+    assert resumed == [True]
 
 
 def test_last_line_is_json(done, capsys):
     out, _ = done
-    compare.main([*TINY, '--modes=standard', f'--out_dir={out}'])
+    compare.main([*BARE, '--modes=standard', f'--out_dir={out}'])
     last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert last['modes']['standard']['params'] > 0 and last['torch'] == torch.__version__
 
