@@ -1,31 +1,64 @@
 """
-Writes the generated parts of README.md: the rules from model.py, the numbers from the JSON files in assets/.
+Writes the generated parts of README.md: the rules from model.py, the numbers and pictures from the JSON in assets/.
 
-A part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. With --check nothing is written and the exit code
-is 1 if a part is out of date.
+    python compare.py readme                        writes the parts and draws the pictures anew
+    python compare.py readme --check                writes nothing; exit code 1 if a part is out of date
+    python compare.py readme --rerun --only=rates   first trains everything behind that part anew
+
+A part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
 """
 import inspect
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import config as configuration
 import model
-from experiments.loss import cells, verdicts
+from experiments import loss, pictures, scaling, sweep
+from experiments.common import paired
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).resolve().parent.parent
+MODES = '--modes=standard,full,block:8,static,block:4,denseformer,mhc'
+ENWIK8 = ('--dataset=enwik8', '--max_iters=600', '--eval_interval=150', '--eval_iters=60')
+RERUN = {  # name: (verb, its arguments, {a file it writes into out_dir: its name in assets/})
+    'shakespeare': ('loss', ('--seeds=5', MODES), {'results.json': 'shakespeare.json', 'depth.json': 'depth.json'}),
+    'enwik8': ('loss', ('--seeds=5', MODES, *ENWIK8), {'results.json': 'enwik8.json'}),
+    'rates': ('sweep', ENWIK8, {'sweep.json': 'rates.json'}),
+    'projection': ('sweep', ('--vary=scale_proj_init=true,false', *ENWIK8), {'sweep.json': 'projection.json'}),
+    'scaling': ('scaling', (), {'scaling.json': 'scaling.json'}),
+    'speed_B': ('speed', ('--shape=B', '--out=assets/speed_B.json'), {}),
+    'speed_C': ('speed', ('--shape=C', '--modes=standard,full,block:8', '--out=assets/speed_C.json'), {})}
+TEXTS = {'shakespeare': 'The bundled text, characters', 'enwik8': 'enwik8, bytes'}
+SWEEPS = {'rates': 'Over the learning rate', 'projection': 'With and without the scaling of the output projections'}
+QUESTIONS = {  # question: (modes whose loss is taken, modes whose loss is subtracted); of several the first there is
+    'What does Full gain over standard?': ('full', 'standard'),
+    'What does Block (N = 8) gain over standard?': ('block:8 block', 'standard'),
+    'Is Block as good as Full? Block - Full': ('block:8 block', 'full'),
+    'What does N do? N = 4 minus N = 8': ('block:4', 'block:8 block'),
+    'Must the weights look at the input? Full - static': ('full', 'static'),
+    'Against other rules? Full - DenseFormer': ('full', 'denseformer'),
+    'Full - mHC': ('full', 'mhc')}
 
 
 @dataclass
 class ReadmeConfig:
     check: bool = False  # write nothing; exit code 1 if README.md is out of date
+    rerun: bool = False  # first train and time everything anew: hours; goes on where it was stopped
+    only: str = ''  # of --rerun: names of what to run, separated by commas; by default all
+
+    def __post_init__(self):
+        check = configuration.checker(self)
+        check('only', {*filter(None, self.only.split(','))} <= {*RERUN}, 'some of ' + ', '.join(RERUN))
+        check('only', self.rerun or not self.only, 'used with --rerun')
 
 
 def asset(name):
     """ The JSON in assets/, or None. """
-    path = Path(ROOT, 'assets', name)
+    path = ROOT / 'assets' / name
     return json.loads(path.read_text(encoding='utf-8')) if path.exists() else None
 
 
@@ -33,6 +66,23 @@ def markdown(rows):
     """ Rows of strings as a Markdown table. """
     return '\n'.join('| ' + ' | '.join(r) + ' |' for r in (rows[0], ('---',) * len(rows[0]), *rows[1:]))
 
+
+def bullets(lines):
+    return '\n'.join(f'- {line}.' for line in lines)
+
+
+def where(data):
+    return (f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}'
+            + (f', commit {data["commit"]}' if data['commit'] else ''))
+
+
+def setting(c):
+    return (f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}, {c["max_iters"]} steps '
+            f'of {c["batch_size"] * c["n_ctx"]:,} tokens')
+
+
+# -----------------------------------------------------------------------------
+# The parts.
 
 def rules():
     """ The bodies of the three rules, verbatim. """
@@ -44,39 +94,66 @@ def rules():
     return '```python\n' + '\n\n'.join(parts).replace('(Module)', '(nn.Module)') + '\n```'
 
 
-def where(data):
-    return (f'`{data["command"]}`, torch {data["torch"]}, {data["device"]}'
-            + (f', commit {data["commit"]}' if data['commit'] else ''))
+def answers():
+    """ The questions a reader has, each with a number for each text. """
+    lines, texts = [], {title: data for name, title in TEXTS.items() if (data := asset(f'{name}.json'))}
+    for question, names in QUESTIONS.items():
+        said = []
+        for title, data in texts.items():
+            found = [[data['modes'][k]['final_loss'] for k in n.split() if k in data['modes']] for n in names]
+            if all(found):
+                (a, *_), (b, *_) = found
+                d, half = paired(a, b)
+                said.append(f'{d:+.4f}' + ('' if half is None else f' +- {half:.4f}') + f' ({title}'
+                            + (f'; {len(a)} seeds' if half is not None else '; one seed')
+                            + ('; not resolved)' if half is None or abs(d) <= half else ')'))
+        lines += [f'{question}: ' + ', '.join(said)] if said else []
+    for name in ('speed_B', 'speed_C'):
+        if data := asset(f'{name}.json'):
+            lines.append(f'At what cost? At width {data["config"]["n_embd"]}: ' + ', '.join(
+                f'{k} {v["step"]["ratio"]:.2f} times the time of a step and {v["kept"]["ratio"]:.2f} times the memory'
+                for k, v in data['rows'].items() if k != 'standard'))
+    return ('Differences of the final validation loss, in nats, paired by seed, with 95 % intervals; negative: the '
+            'first of the two is better.\n\n' + bullets(lines)) if lines else 'Not measured yet.'
 
 
 def results():
-    data = asset('results.json')
-    if data is None:
-        return 'Not measured yet.'
-    c = data['config']
-    head = (f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}, {c["max_iters"]} steps '
-            f'of {c["batch_size"] * c["n_ctx"]:,} characters, learning rate {c["learning_rate"]:g} in every mode; mean '
-            'and standard deviation over the seeds; differences are paired by seed, with their 95 % interval.')
-    return '\n\n'.join((head, markdown(cells(data)), '\n'.join(f'- {v}.' for v in verdicts(data)),
-                        '![validation loss against steps and against time](assets/loss.png)', 'Made by ' + where(data),
-                        *rates()))
+    """ Each text's table, sentences and picture. """
+    parts = []
+    for name, title in TEXTS.items():
+        if data := asset(f'{name}.json'):
+            c = data['config']
+            parts += [f'**{title}**: {setting(c)}, learning rate {c["learning_rate"]:g} in every mode; mean and '
+                      'standard deviation over the seeds; differences are paired by seed, with their 95 % interval.',
+                      markdown(loss.cells(data)), bullets(loss.verdicts(data)),
+                      f'![validation loss against steps and against time](assets/{name}.png)', where(data)]
+    return '\n\n'.join(parts) or 'Not measured yet.'
 
 
-def rates():
-    """ The same at other learning rates, where measured. """
-    data = asset('rates.json')
+def sweeps():
+    """ Every mode over the values of a key. """
+    parts = []
+    for name, title in SWEEPS.items():
+        if data := asset(f'{name}.json'):
+            c = data['config']
+            parts += [f'**{title}**: {c["dataset"]}, {setting(c)}, {c["seeds"]} seeds.', markdown(sweep.cells(data)),
+                      bullets(sweep.verdicts(data)), f'![final loss by setting](assets/{name}.png)', where(data)]
+    return '\n\n'.join(parts) or 'Not measured yet: `python compare.py sweep`.'
+
+
+def ladder():
+    """ The sizes, the power laws and the compute that a rule saves. """
+    data = asset('scaling.json')
     if data is None:
-        return []
-    table = sorted(data['final_loss'].items(), key=lambda item: float(item[0]))
-    rows = [('learning rate', *table[0][1])]
-    rows += [(rate, *(f'{x:.4f}' for x in losses.values())) for rate, losses in table]
-    return ['The rate matters as much as the rule. Final loss, one seed:', markdown(rows), 'Made by ' + where(data)]
+        return 'Not measured yet: `python compare.py scaling`.'
+    return '\n\n'.join((markdown(scaling.cells(data)), bullets(scaling.verdicts(data)),
+                        '![loss over compute](assets/scaling.png)', where(data)))
 
 
 def speed():
     parts = []
-    for name in ('speed_B.json', 'speed_C.json'):
-        data = asset(name)
+    for name in ('speed_B', 'speed_C'):
+        data = asset(f'{name}.json')
         if data is None:
             continue
         c = data['config']
@@ -87,7 +164,7 @@ def speed():
         base = data['rows']['standard']['step']['ms']
         parts.append(f'Shape {c["shape"]}: {c["n_layer"]} transformer blocks of width {c["n_embd"]}, context '
                      f'{c["n_ctx"]}, batch {c["batch_size"]}; ratios to the standard residual (step {base:.0f} ms), '
-                     f'{data["threads"]} thread.\n\n' + markdown(rows) + '\n\nMade by ' + where(data))
+                     f'{data["threads"]} thread.\n\n' + markdown(rows) + '\n\n' + where(data))
     if data := asset('traffic.json'):
         u = ', '.join(f'{label} {n} u' for label, n in data['u'].items())
         parts.append(f'Traffic of the Triton path in a step of GPT-2 124M, norms included: {u} (u: a tensor of tokens '
@@ -95,7 +172,7 @@ def speed():
     return '\n\n'.join(parts) or 'Not measured yet.'
 
 
-PARTS = {'rules': rules, 'results': results, 'speed': speed}
+PARTS = {'rules': rules, 'answers': answers, 'results': results, 'sweeps': sweeps, 'scaling': ladder, 'speed': speed}
 
 
 def render(text):
@@ -109,11 +186,38 @@ def render(text):
     return text
 
 
+# -----------------------------------------------------------------------------
+
+def rerun(names):
+    """ Runs what stands behind the parts and copies its results to assets/. """
+    for name in names:
+        verb, argv, files = RERUN[name]
+        out = Path('out', 'readme', name)
+        print(f'--- {name} ---', flush=True)
+        import_module(f'experiments.{verb}').main([*argv] if verb == 'speed' else [*argv, f'--out_dir={out}'])
+        for source, target in files.items():
+            shutil.copy(out / source, ROOT / 'assets' / target)
+
+
+def draw():
+    """ The pictures of the committed numbers. """
+    drawn = [*((name, pictures.loss) for name in TEXTS), *((name, pictures.sweep) for name in SWEEPS),
+             ('scaling', pictures.scaling)]
+    for name, picture in drawn:
+        if data := asset(f'{name}.json'):
+            picture(data, ROOT / 'assets' / f'{name}.png')
+    if data := asset('depth.json'):
+        pictures.depth(data['modes'], ROOT / 'assets' / 'depth.png')
+        pictures.dynamics(data['modes'], ROOT / 'assets' / 'dynamics.png')
+
+
 def main(argv):
     cfg = configuration.build(ReadmeConfig, configuration.parse(ReadmeConfig, argv, __doc__.split('\n\n')[0]))
-    path = os.path.join(ROOT, 'README.md')
-    with open(path, encoding='utf-8') as f:
-        old = f.read()
+    path = ROOT / 'README.md'
+    if cfg.rerun:
+        os.chdir(ROOT)
+        rerun([name for name in RERUN if not cfg.only or name in cfg.only.split(',')])
+    old = path.read_text(encoding='utf-8')
     try:
         new = render(old)
     except ValueError as e:
@@ -121,6 +225,6 @@ def main(argv):
     if cfg.check:
         print('README.md is ' + ('up to date' if old == new else 'out of date: python compare.py readme'))
         sys.exit(0 if old == new else 1)
-    with open(path, 'w', encoding='utf-8') as f:
-        f.write(new)
-    print('README.md written')
+    path.write_text(new, encoding='utf-8')
+    draw()
+    print('README.md and the pictures in assets/ written')

@@ -16,3 +16,13 @@ torch.set_num_threads(1)  # sizes here are far too small for a second one
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(1337)
+
+
+@pytest.fixture(scope='session')
+def bpe():
+    """GPT-2's tokenizer, where its files are at hand."""
+    folder = os.environ.get('TIKTOKEN_CACHE_DIR', '')
+    if not os.path.isfile(os.path.join(folder, '6d1cbeee0f20b3d9449abfede4726ed8212e3aee')):  # tiktoken's name for it
+        pytest.skip("TIKTOKEN_CACHE_DIR is not set to a folder that holds GPT-2's vocab.bpe and encoder.json")
+    from data.tokenizer import GPT2Tokenizer
+    return GPT2Tokenizer()

@@ -42,14 +42,6 @@ def text(tmp_path):
     return make
 
 
-@pytest.fixture(scope='module')
-def bpe():
-    folder = os.environ.get('TIKTOKEN_CACHE_DIR', '')
-    if not os.path.isfile(os.path.join(folder, '6d1cbeee0f20b3d9449abfede4726ed8212e3aee')):  # tiktoken's name for it
-        pytest.skip("TIKTOKEN_CACHE_DIR is not set to a folder that holds GPT-2's vocab.bpe and encoder.json")
-    return GPT2Tokenizer()
-
-
 def contents(folder):
     return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
 

@@ -31,7 +31,7 @@ def test_budget(name):
 
 
 def test_budget_of_experiments():
-    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in (ROOT / 'experiments').glob('*.py')) <= 1000
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in (ROOT / 'experiments').glob('*.py')) <= 1650
 
 
 def test_no_surprises_at_the_top():
@@ -71,8 +71,8 @@ def test_rule_in_your_own_transformer_runs():
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.toml')), ids=lambda p: p.name)
 def test_config_files_are_known_to_the_trainer(path):
-    from experiments.loss import CompareConfig
-    CompareConfig(**tomllib.loads(path.read_text(encoding='utf-8')))
+    from experiments.scaling import ScalingConfig
+    ScalingConfig(**tomllib.loads(path.read_text(encoding='utf-8')))
 
 
 def test_stair():
