@@ -116,7 +116,7 @@ def test_autocast_and_mixed_dtypes(S):
     with torch.no_grad():
         with torch.autocast('cpu', torch.bfloat16):
             low = one.run(S)
-        agree([low], [one.run(S)], 1e-5)
+        agree([low], [one.run(S)], 1e-4)  # float32 rounding differs by processor; bfloat16's would be 4e-3
 
 
 @pytest.mark.parametrize('L, S', [(3, 1), (7, 1), (7, 3)])
