@@ -46,7 +46,7 @@ class GPTConfig:
         for f in fields(self):
             check(f.name, type(getattr(self, f.name)) in (f.type, int if f.type is float else f.type),
                   f'of type {f.type.__name__}')
-        for key in ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
+        for key in ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'residual_blocks'):
             check(key, 1 <= getattr(self, key) < 2**31, 'a whole number from 1 to 2**31 - 1')
         check('n_embd', self.n_embd % self.n_head == 0, f'divisible by n_head={self.n_head}')
         check('dropout', 0 <= self.dropout < 1, 'in [0, 1)')

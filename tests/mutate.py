@@ -1,6 +1,6 @@
 """Breaks the code in one place at a time and reports every break that the tests do not notice. Run by hand:
 
-    python tests/mutate.py [--list] [--jobs=2] [--only=SUBSTRING]
+    python tests/mutate.py [--list] [--jobs=2] [--only=SUBSTRING] [-k=TESTS]
 
 Each change is tried in a temporary copy of the repository, never here. Operators and comparisons are swapped, constants
 shifted, conditions forced, calls replaced by what they were called on; keyword arguments, tuple elements, slice bounds,
@@ -10,6 +10,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -24,11 +25,16 @@ import torch._dynamo  # noqa: F401  loaded once, so that each forked process sta
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 120  # per change; longer means that it loops for ever, which is noticed
 
-TARGETS = {  # file: (its functions and classes to break, test files)
+TARGETS = {  # file: (its functions, classes and methods to break, arguments of pytest)
     'model.py': ('GPTConfig Standard DepthAttention AttnRes FullAttnRes BlockAttnRes LayerNorm Cache MLP Sublayer pick '
-                 'Block CausalSelfAttention GPT load_checkpoint model_config check_sampling', ('tests/test_model.py',)),
+                 'Block CausalSelfAttention GPT load_checkpoint model_config check_sampling initial_weights',
+                 ('tests/test_model.py', 'tests/test_pretrained.py')),
+    'kernels.py': ('choose refusal depth_attention on_torch _one _start _torch_read _torch_source _TorchRead',
+                   ('tests/test_kernels.py',)),
+    'sample.py': ('SampleConfig read_start Sampler show_depths sample main', ('tests/test_sample.py',)),
+    'train.py': ('learning_rate Data.train_batch save read_checkpoint read_run definition Run.write Run.save Run.begin '
+                 'Run.loop main', ('tests/test_train.py',)),
 }
 EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can tell
     ('DepthAttention.forward', '', 'zip(self.alpha(w, v), v, strict=True)', 'zip(self.alpha(w, v), v)'): 'equally long',
@@ -121,12 +127,15 @@ def mutants():
                     yield from ((child, new, name) for new in variants(child))
                     yield from walk(child, inner)
 
-        for top in (node for node in tree.body if getattr(node, 'name', None) in names.split()):
+        for path in names.split():
+            top = tree
+            for part in path.split('.'):
+                top = next(node for node in top.body if getattr(node, 'name', None) == part)
             for decorator in (d for node in ast.walk(top) for d in getattr(node, 'decorator_list', [])):
                 start, end = place(decorator)
                 broken = source[:start - 1] + source[end:]
-                yield file, top.name, decorator.lineno, broken, '@' + ast.unparse(decorator), '', tests
-            for node, new, name in walk(top, top.name):
+                yield file, path, decorator.lineno, broken, '@' + ast.unparse(decorator), '', tests
+            for node, new, name in walk(top, path):
                 (start, end), old = place(node), ast.unparse(node)
                 if isinstance(new, (ast.If, ast.While)):  # the condition only: the body keeps its layout
                     (start, end), old, new = place(node.test), ast.unparse(node.test), new.test
@@ -148,8 +157,8 @@ class BreadthFirst:  # one case of every test, then their second cases, and so o
         items.sort(key={item: next(count[item.function]) for item in items}.get)
 
 
-def run(mutant):
-    """Whether the tests pass with the change made; runs in a process of its own."""
+def run(mutant, seconds, more):
+    """Whether the tests pass with the change made; runs in a process of its own. Too long is noticed: it may loop."""
     file, _, _, source, _, _, tests = mutant
     with tempfile.TemporaryDirectory() as folder:
         ignore = shutil.ignore_patterns('.*', '__pycache__', 'out', '*.bin', 'assets')
@@ -157,9 +166,10 @@ def run(mutant):
         Path(file).write_bytes(source)
         sys.dont_write_bytecode = True  # a stale .pyc would hide the change
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.alarm(SECONDS)
+        signal.alarm(seconds)
         with open(os.devnull, 'w') as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-            code = pytest.main(['-x', '-q', '-p', 'no:cacheprovider', '--assert=plain', *tests], [BreadthFirst()])
+            argv = ['-x', '-q', '-p', 'no:cacheprovider', '--assert=plain', *tests, *more]
+            code = pytest.main(argv, [BreadthFirst()])
         signal.alarm(0)
         os.chdir('/')
     return mutant, int(code) == 0
@@ -170,6 +180,8 @@ def main():
     parser.add_argument('--list', action='store_true', help='show the changes, run nothing')
     parser.add_argument('--only', action='append', help='part of a "file:line name: old -> new" (repeatable)')
     parser.add_argument('--jobs', type=int, default=1)
+    parser.add_argument('--seconds', type=int, default=120, help='that the tests may take; longer counts as noticed')
+    parser.add_argument('-k', help="pytest's -k: leave out tests that take long")
     args = parser.parse_args()
 
     def show(m):
@@ -184,9 +196,10 @@ def main():
     survivors, rest = [], [m for m in todo if m not in known]
     with multiprocessing.get_context('fork').Pool(args.jobs, maxtasksperchild=1) as pool:
         same = {m[0]: (m[0], '', 0, (ROOT / m[0]).read_bytes(), '', '', m[6]) for m in todo}
-        if not all(passed for _, passed in pool.map(run, same.values())):
+        attempt = functools.partial(run, seconds=args.seconds, more=['-k', args.k] if args.k else [])
+        if not all(passed for _, passed in pool.map(attempt, same.values())):
             sys.exit('the tests fail already without a change')
-        for m, passed in tqdm(pool.imap_unordered(run, rest), total=len(rest), mininterval=5):
+        for m, passed in tqdm(pool.imap_unordered(attempt, rest), total=len(rest), mininterval=5):
             if passed:
                 survivors.append(m)
                 tqdm.write(f'SURVIVED {show(m)}')

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {'model.py': 480, 'kernels.py': 600, 'baselines.py': 250, 'train.py': 560, 'sample.py': 160,
-           'compare.py': 200, 'config/__init__.py': 120, 'data/prepare.py': 250, 'README.md': 250}
+           'compare.py': 200, 'config/__init__.py': 120, 'data/prepare.py': 250, 'README.md': 200}
 
 
 def tracked():
@@ -27,7 +27,8 @@ def test_budget(name):
     """ A budget is a promise to the reader: raising one is a change of its own, with a reason. """
     path = ROOT / name
     if path.exists():
-        assert len(path.read_text(encoding='utf-8').splitlines()) <= BUDGETS[name]
+        text = re.sub(r'<!-- begin: (\w+) -->.*?<!-- end: \1 -->', '', path.read_text(encoding='utf-8'), flags=re.DOTALL)
+        assert len(text.splitlines()) <= BUDGETS[name]  # generated parts apart
 
 
 def test_budget_of_experiments():
