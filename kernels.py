@@ -112,23 +112,26 @@ def on_torch(h, sublayers, query, S, eps):
 def _one(h, sublayers, query, S, eps):
     """ The same for one token, in as few operations as possible: in decoding, launching them is all the cost.
 
-    sqrt(D eps) stands behind every source, so one norm gives |v, sqrt(D eps)| = sqrt(D) / r.
+    sqrt(D eps) stands behind every source, so one norm gives |v, sqrt(D eps)| = sqrt(D) / r. A view costs as much as a
+    sum, and so does asking for a shape: both are done once for all where they can be.
     """
-    L, D, n = len(sublayers), h.size(-1), 0
-    v = torch.full((L // S + 2, D + 1), (D * eps) ** 0.5, dtype=torch.promote_types(h.dtype, torch.float32),
-                   device=h.device)
-    norm, query, y = v.new_empty(len(v)), (query * D ** 0.5).to(v.dtype).unbind(), h
+    L, D, shape, dtype, n = len(sublayers), h.size(-1), h.shape, h.dtype, 0
+    long = torch.full((L // S + 2, D + 1), (D * eps) ** 0.5, dtype=torch.promote_types(dtype, torch.float32),
+                      device=h.device)
+    v, norm, query, y = long[:, :D], long.new_empty(len(long)), (query * D ** 0.5).to(long.dtype).unbind(), h
+    each_long, each_v, each_norm = long.unbind(), v.unbind(), norm.unbind()
     for l in range(L + 1):
         if l == 0 or (l - 1) % S == 0:
+            into = each_v[n].copy_(y.reshape(D))
             n += 1
-            new, new_norm, source, norms = v[n - 1], norm[n - 1], v[:n, :D], norm[:n]  # a view costs as much as a sum
-            into = source[-1].copy_(y.reshape(D))
+            source, norms = v[:n], norm[:n]
         else:
             into += y.reshape(D)
-        torch.linalg.vector_norm(new, out=new_norm)
+        torch.linalg.vector_norm(each_long[n - 1], out=each_norm[n - 1])
         if l > 0:
             a = torch.mv(source, query[l]).div_(norms).softmax(0)  # (n,)
-            h = torch.mv(source.t(), a).view(h.shape).to(h.dtype)
+            h = torch.mv(source.t(), a).view(shape)
+            h = h if h.dtype == dtype else h.to(dtype)
         if l < L:
             y = sublayers[l](h)
     return h

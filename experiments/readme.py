@@ -136,7 +136,7 @@ def sweeps():
     for name, title in SWEEPS.items():
         if data := asset(f'{name}.json'):
             c = data['config']
-            parts += [f'**{title}**: {c["dataset"]}, {setting(c)}, {c["seeds"]} seeds.', markdown(sweep.cells(data)),
+            parts += [f'**{title}**: {c["dataset"]}, {setting(c)}, seeds: {c["seeds"]}.', markdown(sweep.cells(data)),
                       bullets(sweep.verdicts(data)), f'![final loss by setting](assets/{name}.png)', where(data)]
     return '\n\n'.join(parts) or 'Not measured yet: `python compare.py sweep`.'
 

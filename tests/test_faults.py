@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import compare
 from train import read_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -252,3 +253,32 @@ def test_a_process_that_dies_ends_the_run(tmp_path):
     assert len(line) == 1 and 'ckpt.pt holds step ' in line[0], stderr[-2000:]
     step = read_checkpoint(str(out / 'ckpt.pt'))['progress']['step']
     assert step % 20 == 0 and f'holds step {step}' in line[0]
+
+
+SIDE_BY_SIDE = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=32', '--n_head=2', '--n_ctx=16', '--batch_size=4',
+                '--max_iters=1200', '--eval_interval=1200', '--eval_iters=2', '--log_interval=10',
+                '--residual_blocks=2', '--modes=standard,block', '--noise=false', '--timing_rounds=0', '--device=cpu']
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, capsys):
+    """ Ctrl-C reaches the whole group, SIGTERM only the parent: either way two runs side by side save and resume. """
+    argv = [sys.executable, 'compare.py', *SIDE_BY_SIDE, '--workers=2', f'--out_dir={tmp_path / "cut"}']
+    parent = subprocess.Popen(argv, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              start_new_session=True)
+    for _ in range(6000):
+        logs = [*(tmp_path / 'cut').glob('runs/*/log.jsonl')]
+        if len(logs) == 2 and min(len(log.read_text().splitlines()) for log in logs) > 4 or parent.poll() is not None:
+            break
+        time.sleep(0.05)
+    (os.killpg if number == signal.SIGINT else os.kill)(parent.pid, number)
+    out = parent.communicate(timeout=300)[0]
+    assert parent.returncode == 130 and 'the same command goes on' in out and 'Traceback' not in out, out
+    assert not [*(tmp_path / 'cut').glob('runs/*/result.json')]
+    steps = [read_checkpoint(str(path))['progress']['step'] for path in (tmp_path / 'cut').glob('runs/*/ckpt.pt')]
+    assert len(steps) == 2 and min(steps) > 0 and max(steps) < 1200
+    cut, whole = (compare.main([*SIDE_BY_SIDE, '--workers=1', f'--out_dir={tmp_path / name}'])
+                  for name in ('cut', 'whole'))
+    assert capsys.readouterr().out.count('resumed at step') == 2
+    for mode in ('standard', 'block'):
+        assert cut['modes'][mode]['final_loss'] == whole['modes'][mode]['final_loss']

@@ -27,8 +27,9 @@ def test_budget(name):
     """ A budget is a promise to the reader: raising one is a change of its own, with a reason. """
     path = ROOT / name
     if path.exists():
-        text = re.sub(r'<!-- begin: (\w+) -->.*?<!-- end: \1 -->', '', path.read_text(encoding='utf-8'), flags=re.DOTALL)
-        assert len(text.splitlines()) <= BUDGETS[name]  # generated parts apart
+        text = path.read_text(encoding='utf-8')
+        text = re.sub(r'<!-- begin: (\w+) -->.*?<!-- end: \1 -->', '', text, flags=re.DOTALL)  # generated parts apart
+        assert len(text.splitlines()) <= BUDGETS[name]
 
 
 def test_budget_of_experiments():
