@@ -26,8 +26,12 @@ def main(argv=None):
         configuration.fail(f'unknown verb {rest[0]!r}: one of ' + ', '.join(VERBS))
     try:
         return importlib.import_module(VERBS[verb]).main(rest)
+    except ValueError as e:
+        configuration.fail(e)
+    except RuntimeError as e:
+        configuration.fail(e, code=1)
     except KeyboardInterrupt:
-        configuration.fail('interrupted; the same command goes on from finished runs', code=130)
+        configuration.fail('interrupted; of training runs, what is done is kept: the same command goes on', code=130)
 
 
 if __name__ == '__main__':

@@ -112,8 +112,9 @@ def on_torch(h, sublayers, query, S, eps):
 def _one(h, sublayers, query, S, eps):
     """ The same for one token, in as few operations as possible: in decoding, launching them is all the cost.
 
-    sqrt(D eps) stands behind every source, so one norm gives |v, sqrt(D eps)| = sqrt(D) / r. A view costs as much as a
-    sum, and so does asking for a shape: both are done once for all where they can be.
+    Row i of `long` is source v_i with sqrt(D eps) behind it, so its norm is sqrt(D) / r_i; query carries that sqrt(D).
+    The last row in use, `into`, is the newest source or the sum in progress. A view costs as much as a sum, and asking
+    for a shape does, too: both are done once for all where they can be.
     """
     L, D, shape, dtype, n = len(sublayers), h.size(-1), h.shape, h.dtype, 0
     long = torch.full((L // S + 2, D + 1), (D * eps) ** 0.5, dtype=torch.promote_types(dtype, torch.float32),
@@ -128,7 +129,7 @@ def _one(h, sublayers, query, S, eps):
         else:
             into += y.reshape(D)
         torch.linalg.vector_norm(each_long[n - 1], out=each_norm[n - 1])
-        if l > 0:
+        if l > 0:  # read 0 sees the embedding alone: h stays
             a = torch.mv(source, query[l]).div_(norms).softmax(0)  # (n,)
             h = torch.mv(source.t(), a).view(shape)
             h = h if h.dtype == dtype else h.to(dtype)

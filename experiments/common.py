@@ -9,7 +9,7 @@ import torch
 from model import RESIDUALS
 
 
-def mode_configs(modes):
+def mode_keys(modes):
     """ 'full,block:4' -> {'full': {'residual': 'full'}, 'block:4': {'residual': 'block', 'residual_blocks': 4}} """
     out = {}
     for mode in modes.split(','):
@@ -38,7 +38,7 @@ def paired(values, base):
     d = [v - b for v, b in zip(values, base, strict=True)]
     if len(d) < 2:
         return d[0], None
-    t = T95[len(d) - 2] if len(d) - 2 < len(T95) else 2.0
+    t = T95[min(len(d) - 2, len(T95) - 1)]
     return statistics.mean(d), t * statistics.stdev(d) / len(d) ** 0.5
 
 

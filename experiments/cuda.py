@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import kernels
 from experiments import measure
 
-KERNELS = {'read': '_read_kernel', 'source': '_source_kernel'}  # op in kernels.py -> name of its kernel on the card
+LAUNCHES = {'read': '_read_kernel', 'source': '_source_kernel'}  # op in kernels.py -> name of its kernel on the card
 
 
 def copy_speed(device, megabytes=1024, rounds=20):
@@ -29,7 +29,7 @@ def against_floor(launches, spent, speed):
     launches: (op, bytes) of each; spent: {kernel: (launches, total us)}; speed: bytes per second.
     """
     out = {}
-    for op, kernel in KERNELS.items():
+    for op, kernel in LAUNCHES.items():
         sizes = [n for name, n in launches if name.split('::')[-1] == op]
         count, us = spent.get(kernel, (0, 0.0))
         if count:
@@ -54,11 +54,11 @@ def kernel_times(config, batch_size, device, dtype, speed, passes=5):
         for _ in range(passes):
             bench.loss().backward()
         torch.cuda.synchronize(device)
-    spent = {e.key: (e.count, e.self_device_time_total) for e in seen.key_averages() if e.key in KERNELS.values()}
+    spent = {e.key: (e.count, e.self_device_time_total) for e in seen.key_averages() if e.key in LAUNCHES.values()}
     return against_floor(launches * passes, spent, speed)
 
 
-# name -> module, function, how to call it as attend(w, v): w (D,) query * key gain, v a tuple of sources (..., D)
+# name -> module, function f, call(f, w, v, eps): w (D,) query * key gain, v a tuple of sources (..., D)
 PEERS = {
     'fla': ('fla.ops.attnres', 'fused_attnres',
             lambda f, w, v, eps: f(w, list(v), torch.ones_like(w), rms_eps=eps)),

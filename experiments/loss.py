@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 import config as configuration
 from data.prepare import load
 from experiments import depth, measure, pictures
-from experiments.common import environment, paired, preset, table, write_json
-from experiments.runs import RunsConfig, partition, run_all
+from experiments.common import environment, paired, table, write_json
+from experiments.runs import RunsConfig, partition, run_all, settings
 from model import RESIDUALS, load_checkpoint
 from sample import SampleConfig, sample
 from train import pick_device, pick_dtype
@@ -21,7 +21,7 @@ from train import pick_device, pick_dtype
 @dataclass
 class CompareConfig(RunsConfig):
     timing_rounds: int = 15  # interleaved training steps behind the column ms/step; 0: none
-    noise: bool = True  # also train standard (the first mode) with other batches: the difference that means nothing
+    noise: bool = True  # also train standard, else the first mode, on other batches: how far apart equal rules end
 
     def __post_init__(self):
         super().__post_init__()
@@ -66,7 +66,8 @@ def verdicts(data):
                 else f'consistent, but smaller than the seed spread of {base} ({spread:.4f})' if abs(d) < spread
                 else f'{"lower" if d < 0 else "higher"} loss, beyond the seed spread of {base} ({spread:.4f})')
         step = reaches(m['history'], goal)
-        text += f'; it reaches the final loss of {base} ' + (f'at step {step:.0f} of {total}' if step else 'never')
+        text += f'; it {"reaches" if step else "never reaches"} the final loss of {base}'
+        text += f' at step {step:.0f} of {total}' if step else ''
         if step and m['cost']:
             c = m['cost']
             text += f', after {step * c["ms"] / 1e3:.0f} s ({step * c["ratio"] / total:.2f} of its time)'
@@ -121,7 +122,7 @@ def compare(cfg, argv):
         else:
             print(f'{label}: {RESIDUALS[c.residual](c.model(1)).describe()}')
     labels = [label for label in configs if label not in same]
-    base = 'standard' if 'standard' in labels else labels[0]
+    base = cfg.base
     print(f'one learning rate for all modes: {cfg.learning_rate:g} to {cfg.min_lr:g}')
     todo, runs = [], {}
     for s in range(cfg.seed, cfg.seed + cfg.seeds):
@@ -133,8 +134,8 @@ def compare(cfg, argv):
     cost, folders = {}, {label: runs[label][0]['out_dir'] for label in labels}
     if cfg.timing_rounds:
         print(f'timing {cfg.timing_rounds} interleaved steps of each mode', flush=True)
-        rows = load_checkpoint(os.path.join(folders[base], 'ckpt.pt'))['model_config']['vocab_size']
-        cost = costs({label: configs[label] for label in labels}, rows, cfg.timing_rounds)
+        size = load_checkpoint(os.path.join(folders[base], 'ckpt.pt'))['model_config']['vocab_size']
+        cost = costs({label: configs[label] for label in labels}, size, cfg.timing_rounds)
 
     device = pick_device(cfg.device)
     data = {'command': ' '.join(['python compare.py', *argv]), **environment(device),
@@ -160,15 +161,4 @@ def compare(cfg, argv):
 
 
 def main(argv):
-    values = configuration.parse(CompareConfig, preset(argv, 'compare'), __doc__.split('\n\n')[0])
-    for key in ('residual', 'resume'):
-        if key in values:
-            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes says what to compare, and unfinished '
-                               'runs are resumed')
-    try:
-        return compare(configuration.build(CompareConfig, values), argv)
-    except ValueError as e:
-        configuration.fail(e)
-    except RuntimeError as e:
-        configuration.fail(e, code=1)
-
+    return compare(settings(CompareConfig, argv, 'compare', __doc__.split('\n\n')[0]), argv)

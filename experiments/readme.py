@@ -35,12 +35,12 @@ RERUN = {  # name: (verb, its arguments, {a file it writes into out_dir: its nam
 TEXTS = {'shakespeare': 'The bundled text, characters', 'enwik8': 'enwik8, bytes'}
 SWEEPS = {'rates': 'Over the learning rate', 'projection': 'With and without the scaling of the output projections'}
 QUESTIONS = {  # question: (modes whose loss is taken, modes whose loss is subtracted); of several the first there is
-    'What does Full gain over standard?': ('full', 'standard'),
-    'What does Block (N = 8) gain over standard?': ('block:8 block', 'standard'),
+    'Does Full beat standard? Full - standard': ('full', 'standard'),
+    'Does Block (N = 8) beat standard? Block - standard': ('block:8 block', 'standard'),
     'Is Block as good as Full? Block - Full': ('block:8 block', 'full'),
-    'What does N do? N = 4 minus N = 8': ('block:4', 'block:8 block'),
+    'Does N matter? N = 4 minus N = 8': ('block:4', 'block:8 block'),
     'Must the weights look at the input? Full - static': ('full', 'static'),
-    'Against other rules? Full - DenseFormer': ('full', 'denseformer'),
+    'Do other rules do as well? Full - DenseFormer': ('full', 'denseformer'),
     'Full - mHC': ('full', 'mhc')}
 
 
@@ -78,7 +78,7 @@ def where(data):
 
 def setting(c):
     return (f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}, {c["max_iters"]} steps '
-            f'of {c["batch_size"] * c["n_ctx"]:,} tokens')
+            f'of {c["batch_size"] * c.get("gradient_accumulation_steps", 1) * c["n_ctx"]:,} tokens')
 
 
 # -----------------------------------------------------------------------------
@@ -104,17 +104,16 @@ def answers():
             if all(found):
                 (a, *_), (b, *_) = found
                 d, half = paired(a, b)
-                said.append(f'{d:+.4f}' + ('' if half is None else f' +- {half:.4f}') + f' ({title}'
-                            + (f'; {len(a)} seeds' if half is not None else '; one seed')
-                            + ('; not resolved)' if half is None or abs(d) <= half else ')'))
-        lines += [f'{question}: ' + ', '.join(said)] if said else []
+                said.append(f'{d:+.4f}' + (' from one seed' if half is None else f' +- {half:.4f}')
+                            + (', not resolved' if half is None or abs(d) <= half else '') + f' ({title})')
+        lines += [f'{question}: ' + '; '.join(said)] if said else []
     for name in ('speed_B', 'speed_C'):
         if data := asset(f'{name}.json'):
-            lines.append(f'At what cost? At width {data["config"]["n_embd"]}: ' + ', '.join(
-                f'{k} {v["step"]["ratio"]:.2f} times the time of a step and {v["kept"]["ratio"]:.2f} times the memory'
+            lines.append(f'At what cost at width {data["config"]["n_embd"]}? Time of a step, memory kept: ' + '; '.join(
+                f'{k} {v["step"]["ratio"]:.2f} x, {v["kept"]["ratio"]:.2f} x'
                 for k, v in data['rows'].items() if k != 'standard'))
-    return ('Differences of the final validation loss, in nats, paired by seed, with 95 % intervals; negative: the '
-            'first of the two is better.\n\n' + bullets(lines)) if lines else 'Not measured yet.'
+    return ('Differences of the final validation loss in nats, paired by seed, with 95 % intervals. Below zero the '
+            'first is better; not resolved: the interval holds zero.\n\n' + bullets(lines)) if lines else 'Not measured yet.'
 
 
 def results():
@@ -166,7 +165,7 @@ def speed():
                      f'{c["n_ctx"]}, batch {c["batch_size"]}; ratios to the standard residual (step {base:.0f} ms), '
                      f'{data["threads"]} thread.\n\n' + markdown(rows) + '\n\n' + where(data))
     if data := asset('traffic.json'):
-        u = ', '.join(f'{label} {n} u' for label, n in data['u'].items())
+        u = '; '.join(f'{label}: {n} u' for label, n in data['u'].items())
         parts.append(f'Traffic of the Triton path in a step of GPT-2 124M, norms included: {u} (u: a tensor of tokens '
                      'x width, read or written once). Counted from its launches, not timed: no GPU was at hand.')
     return '\n\n'.join(parts) or 'Not measured yet.'

@@ -9,14 +9,14 @@ import json
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import active_children, get_context
 
 import torch
 
 import config as configuration
 from data.prepare import load
-from experiments.common import mode_configs, write_json
+from experiments.common import mode_keys, preset, write_json
 from train import FREE, TrainConfig, pick_device, train
 
 
@@ -25,7 +25,7 @@ class RunsConfig(TrainConfig):
     out_dir: str = 'out/compare'  # where results, pictures and the runs go
     modes: str = 'standard,full,block'  # what to compare: residual rules; block:N fixes the number of residual blocks
     seeds: int = 1  # paired runs of each mode, with seeds seed, seed + 1, ...
-    workers: int = 0  # runs trained at the same time; 0: on a CPU one a core, each with its share of the threads
+    workers: int = 0  # runs at the same time, sharing the threads; 0: on a CPU one a core, else 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -34,13 +34,29 @@ class RunsConfig(TrainConfig):
         check('workers', 0 <= self.workers <= 256, 'from 0 to 256')
         self.mode_configs()
 
+    @property
+    def base(self):
+        """ What the others are compared with: standard, else the first mode. """
+        labels = list(mode_keys(self.modes))
+        return 'standard' if 'standard' in labels else labels[0]
+
     def plain(self, **keys):
         """ The trainer's part of the settings, with keys changed. """
         return TrainConfig(**{k: v for k, v in asdict(self).items() if hasattr(TrainConfig, k)} | keys)
 
     def mode_configs(self, **keys):
-        """ {label: TrainConfig}, in the order asked for, each with the first seed. """
-        return {label: self.plain(**mode, **keys) for label, mode in mode_configs(self.modes).items()}
+        """ {label: TrainConfig}, in the order asked for, with keys changed. """
+        return {label: self.plain(**mode, **keys) for label, mode in mode_keys(self.modes).items()}
+
+
+def settings(cls, argv, name, description, refused=()):
+    """ A cls, a kind of RunsConfig, from the command line over the preset called name. Bad input ends the program. """
+    values = configuration.parse(cls, preset(argv, name), description)
+    for key in ('residual', 'resume', *refused):
+        if key in values:
+            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and the like say what to train, and '
+                               'unfinished runs are resumed')
+    return configuration.build(cls, values)
 
 
 def partition(cfg):
@@ -68,7 +84,7 @@ def run(cfg, root, data, title, label=''):
     print(title, flush=True)
     unfinished = os.path.exists(os.path.join(folder, 'ckpt.pt')) and not cfg.overwrite
     change = {'out_dir': folder, 'resume': unfinished, 'overwrite': not unfinished}
-    result = train(TrainConfig(**asdict(cfg) | change), label=label)
+    result = train(replace(cfg, **change), label=label)
     if result['stopped']:
         print(f'{result["stopped"]}: the same command goes on from here')
         raise SystemExit(130)
@@ -93,22 +109,22 @@ in_worker.stopped = False
 def run_all(todo, cfg):
     """ The results of todo, a list of (label, TrainConfig), in its order; equal runs are trained once. cfg: RunsConfig
 
-    Several at a time if cfg.workers says so: small networks leave the cores of a CPU idle when they share them.
+    On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
     """
     data, cpu = load(cfg.dataset)[0]['sha256'], pick_device(cfg.device).type == 'cpu'
-    keys = [run_key(c, data) + f' {c.seed}' for _, c in todo]
-    unique = {k: pair for k, pair in reversed(list(zip(keys, todo, strict=True)))}
-    order = [k for i, k in enumerate(keys) if k not in keys[:i]]
+    keys, unique = [run_key(c, data) for _, c in todo], {}
+    for key, pair in zip(keys, todo, strict=True):
+        unique.setdefault(key, pair)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    workers = min(cfg.workers or (cores if cpu else 1), len(order))
-    calls = [(unique[k][1], cfg.out_dir, data, f'[{i}/{len(order)}] {unique[k][0]}, seed {unique[k][1].seed}',
-              f'{unique[k][0]}: ' if workers > 1 else '') for i, k in enumerate(order, 1)]
+    workers = min(cfg.workers or (cores if cpu else 1), len(unique))
+    calls = [(c, cfg.out_dir, data, f'[{i}/{len(unique)}] {label}, seed {c.seed}', f'{label}: ' if workers > 1 else '')
+             for i, (label, c) in enumerate(unique.values(), 1)]
     if workers == 1:
         results = [run(*call) for call in calls]
     else:
-        threads = max(1, cores // workers)
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with ProcessPoolExecutor(workers, get_context('spawn'), torch.set_num_threads, (threads,)) as pool:
+        with ProcessPoolExecutor(workers, mp_context=get_context('spawn'), initializer=torch.set_num_threads,
+                                 initargs=(max(1, cores // workers),)) as pool:
             try:
                 results = [f.result() for f in [pool.submit(in_worker, *call) for call in calls]]
             except BaseException:  # whatever it is, the runs under way save and stop
@@ -118,5 +134,16 @@ def run_all(todo, cfg):
                 raise
             finally:
                 signal.signal(signal.SIGTERM, before)
-    results = dict(zip(order, results, strict=True))
+    results = dict(zip(unique, results, strict=True))
     return [results[k] for k in keys]
+
+
+def final_losses(cfg, points, title):
+    """ {label: {point: [final loss, one a seed]}} of every mode at points, {point: keys that are changed there}. """
+    grid = [(label, p, c) for s in range(cfg.seeds) for p, keys in points.items()
+            for label, c in cfg.mode_configs(**keys, seed=cfg.seed + s).items()]
+    out = {label: {p: [] for p in points} for label in cfg.mode_configs()}
+    results = run_all([(f'{label}, {title.format(p)}', c) for label, p, c in grid], cfg)
+    for (label, p, _), result in zip(grid, results, strict=True):
+        out[label][p].append(result['final_loss'])
+    return out

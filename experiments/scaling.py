@@ -16,8 +16,8 @@ import numpy as np
 
 import config as configuration
 from experiments import pictures
-from experiments.common import environment, preset, table, write_json
-from experiments.runs import RunsConfig, run_all
+from experiments.common import environment, table, write_json
+from experiments.runs import RunsConfig, final_losses, settings
 from train import pick_device
 
 RESAMPLES = 10_000
@@ -76,15 +76,15 @@ def advantage(C, base, loss):
 def interval(C, base, loss, seed=0):
     """ 95 % interval of advantage by bootstrap; base, loss: (sizes, seeds), paired. None from one seed.
 
-    Each size's mean is drawn anew from the deviations of all sizes together, pairs kept: a few seeds a size are too few
-    to draw from on their own.
+    A few seeds a size are too few to draw from, so the deviations of all sizes are pooled, pairs kept, and each size's
+    mean is drawn anew from the pool. Draws without a C' are left out.
     """
     both = np.stack((base, loss), -1)  # (sizes, seeds, 2)
     sizes, seeds, _ = both.shape
     if seeds < 2:
         return None
     means = both.mean(1)
-    pool = ((both - means[:, None]) * (seeds / (seeds - 1)) ** 0.5).reshape(-1, 2)
+    pool = (both - means[:, None]).reshape(-1, 2) * (seeds / (seeds - 1)) ** 0.5  # around so few they are too small
     draws = np.random.default_rng(seed).integers(len(pool), size=(RESAMPLES, sizes, seeds))
     drawn = means + pool[draws].mean(2)  # (RESAMPLES, sizes, 2)
     return np.nanpercentile(advantage(C, drawn[..., 0], drawn[..., 1]), [2.5, 97.5]).tolist()
@@ -114,7 +114,7 @@ def verdicts(data):
                 text += ' from one seed, which gives no interval; --seeds=3 gives one'
             else:
                 low, high = m['interval']
-                text += f' (95 %: {low:.2f} to {high:.2f})' + (', not resolved' if low <= 1 <= high else '')
+                text += f' (95 %: {low:.2f} to {high:.2f})' + ('' if low > 1 or high < 1 else ', not resolved')
         out.append(text)
     return out
 
@@ -129,30 +129,15 @@ def cells(data):
 
 
 def main(argv):
-    values = configuration.parse(ScalingConfig, preset(argv, 'scaling'), __doc__.split('\n\n')[0])
-    for key in ('residual', 'resume', 'n_layer', 'n_embd', 'n_head'):
-        if key in values:
-            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and --sizes say what to train')
-    try:
-        cfg = ScalingConfig(**values)
-        grid = {(label, n, s): c for n, keys in cfg.ladder.items() for s in range(cfg.seeds)
-                for label, c in cfg.mode_configs(**keys, seed=cfg.seed + s).items()}
-        results = run_all([(f'{label}, {n} transformer blocks', c) for (label, n, _), c in grid.items()], cfg)
-        labels, sizes = list(cfg.mode_configs()), list(cfg.ladder)
-        loss = {label: [[] for _ in sizes] for label in labels}
-        for (label, n, _), result in zip(grid, results, strict=True):
-            loss[label][sizes.index(n)].append(result['final_loss'])
-        C, base = [cfg.compute(n) / DAY for n in sizes], 'standard' if 'standard' in labels else labels[0]
-        data = {'command': ' '.join(['python compare.py scaling', *argv]), **environment(pick_device(cfg.device)),
-                'config': asdict(cfg), 'base': base, 'ladder': {str(n): keys for n, keys in cfg.ladder.items()},
-                'compute': C, 'final_loss': loss, 'fits': analyse(C, loss, base)}
-        print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
-        write_json(os.path.join(cfg.out_dir, 'scaling.json'), data)
-        pictures.scaling(data, os.path.join(cfg.out_dir, 'scaling.png'))
-    except ValueError as e:
-        configuration.fail(e)
-    except RuntimeError as e:
-        configuration.fail(e, code=1)
+    cfg = settings(ScalingConfig, argv, 'scaling', __doc__.split('\n\n')[0], ('n_layer', 'n_embd', 'n_head'))
+    C = [cfg.compute(n) / DAY for n in cfg.ladder]
+    loss = {label: [*by.values()] for label, by in final_losses(cfg, cfg.ladder, '{} transformer blocks').items()}
+    data = {'command': ' '.join(['python compare.py scaling', *argv]), **environment(pick_device(cfg.device)),
+            'config': asdict(cfg), 'base': cfg.base, 'ladder': {str(n): keys for n, keys in cfg.ladder.items()},
+            'compute': C, 'final_loss': loss, 'fits': analyse(C, loss, cfg.base)}
+    print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
+    write_json(os.path.join(cfg.out_dir, 'scaling.json'), data)
+    pictures.scaling(data, os.path.join(cfg.out_dir, 'scaling.png'))
     print(f'\nwrote scaling.json and scaling.png into {cfg.out_dir}')
     print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
     return data

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import config as configuration
 import kernels
 from experiments import cuda, measure
-from experiments.common import environment, mode_configs, table, write_json
+from experiments.common import environment, mode_keys, table, write_json
 from model import GPT, Cache, GPTConfig
 from train import pick_device, pick_dtype
 
@@ -38,7 +38,7 @@ class SpeedConfig(GPTConfig):
     batch_size: int = 16  # sequences; by default the shape's
     modes: str = 'standard,full,block:4,block:8'  # residual rules; block:N fixes the number of residual blocks
     kernels: str = 'auto'  # of each AttnRes mode: any of auto, reference, torch, triton, separated by commas
-    rounds: int = 0  # interleaved rounds; 0: as many as fit into about a minute, at least 5
+    rounds: int = 0  # interleaved rounds; 0: about 20 seconds for each kind of figure, at least 5 rounds
     threads: int = 1  # CPU threads
     decode: bool = True  # measure the decoding of one token, too
     device: str = 'auto'  # auto | cpu | cuda | mps
@@ -69,7 +69,7 @@ class SpeedConfig(GPTConfig):
 def candidates(cfg):
     """ {label: GPTConfig}: standard first, every other mode with every kernel. """
     out = {}
-    for label, keys in mode_configs(cfg.modes).items():
+    for label, keys in mode_keys(cfg.modes).items():
         for kernel in ['auto'] if keys['residual'] == 'standard' else cfg.kernels.split(','):
             name = label if kernel == 'auto' else f'{label} {kernel}'
             out[name] = cfg.gpt(**keys, kernel=kernel)
@@ -140,7 +140,7 @@ def speed(cfg):
     benches = {name: measure.Bench(c, cfg.batch_size, device, dtype, cfg.compile) for name, c in configs.items()}
     base = next(iter(benches))
     if device.type == 'cuda':
-        for label, keys in mode_configs(cfg.modes).items():
+        for label, keys in mode_keys(cfg.modes).items():
             for peer, attend in (cuda.peers() if keys['residual'] in ('full', 'block') else {}).items():
                 bench = measure.Bench(cfg.gpt(**keys, kernel='reference'), cfg.batch_size, device, dtype, cfg.compile)
                 bench.model.residual.attend = cuda.Peer(attend, cfg.norm_eps)

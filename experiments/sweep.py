@@ -1,5 +1,5 @@
 """
-Trains the residual rules over several values of one key: where is each best, and what does a shared value decide?
+Trains the residual rules over several values of one key: where is each at its best, and does one for all favour any?
 
     python compare.py sweep --vary=learning_rate=1e-3,2e-3,4e-3,8e-3 --seeds=2
     python compare.py sweep --vary=scale_proj_init=true,false --modes=standard,block:4
@@ -13,8 +13,8 @@ from statistics import mean
 
 import config as configuration
 from experiments import pictures
-from experiments.common import environment, paired, preset, table, write_json
-from experiments.runs import RunsConfig, run_all
+from experiments.common import environment, paired, table, write_json
+from experiments.runs import RunsConfig, final_losses, settings
 from train import FREE, TrainConfig, pick_device
 
 KEYS = {f.name: f.type for f in fields(TrainConfig)
@@ -58,43 +58,33 @@ def cells(data):
 
 
 def verdicts(data):
-    """ One sentence a mode: its best value, against the base at that value, at its own best and at this mode's. """
+    """ A sentence a mode: its best value, the difference from the base there, at the base's best, each at its own. """
     loss, base, key = data['final_loss'], data['base'], data['vary'].partition('=')[0]
     best = {label: min(by, key=lambda v, by=by: mean(by[v])) for label, by in loss.items()}
-    out = [f'{base} is at its best with {key} {best[base]}: {mean(loss[base][best[base]]):.4f}']
+    values = list(loss[base])
+
+    def at(value):
+        edge = len(values) > 2 and value in (values[0], values[-1])
+        return value + (' (an end of what was tried)' if edge else '')
+    out = [f'{base} is at its best with {key} {at(best[base])}: {mean(loss[base][best[base]]):.4f}']
     for label in (label for label in loss if label != base):
         pairs = [(best[label], best[label]), (best[base], best[base]), (best[label], best[base])]
         (own, _), (theirs, _), (each, half) = (paired(loss[label][a], loss[base][b]) for a, b in pairs)
-        out.append(f'{label} is at its best with {best[label]}: {mean(loss[label][best[label]]):.4f}; {label} - {base} '
-                   f'there {own:+.4f}, at the best of {base} {theirs:+.4f}, each at its own best {each:+.4f}'
+        out.append(f'{label} is at its best with {at(best[label])}: {mean(loss[label][best[label]]):.4f}; {label} - '
+                   f'{base} there {own:+.4f}, at the best of {base} {theirs:+.4f}, each at its own best {each:+.4f}'
                    + (f' +- {half:.4f} (95 %)' if half is not None else ''))
     return out
 
 
 def main(argv):
-    values = configuration.parse(SweepConfig, preset(argv, 'compare'), __doc__.split('\n\n')[0])
-    for key in ('residual', 'resume'):
-        if key in values:
-            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes says what to compare')
-    try:
-        cfg = SweepConfig(**values)
-        grid = {(label, text, s): c for text, value in cfg.values.items() for s in range(cfg.seeds)
-                for label, c in cfg.mode_configs(**cfg.changed(value), seed=cfg.seed + s).items()}
-        key = cfg.vary.partition('=')[0]
-        results = run_all([(f'{label}, {key} {text}', c) for (label, text, _), c in grid.items()], cfg)
-        labels = list(cfg.mode_configs())
-        data = {'command': ' '.join(['python compare.py sweep', *argv]), **environment(pick_device(cfg.device)),
-                'config': asdict(cfg), 'base': 'standard' if 'standard' in labels else labels[0], 'vary': cfg.vary,
-                'final_loss': {label: {text: [] for text in cfg.values} for label in labels}}
-        for (label, text, _), result in zip(grid, results, strict=True):
-            data['final_loss'][label][text].append(result['final_loss'])
-        print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
-        write_json(os.path.join(cfg.out_dir, 'sweep.json'), data)
-        pictures.sweep(data, os.path.join(cfg.out_dir, 'sweep.png'))
-    except ValueError as e:
-        configuration.fail(e)
-    except RuntimeError as e:
-        configuration.fail(e, code=1)
+    cfg = settings(SweepConfig, argv, 'compare', __doc__.split('\n\n')[0])
+    key = cfg.vary.partition('=')[0]
+    data = {'command': ' '.join(['python compare.py sweep', *argv]), **environment(pick_device(cfg.device)),
+            'config': asdict(cfg), 'base': cfg.base, 'vary': cfg.vary,
+            'final_loss': final_losses(cfg, {text: cfg.changed(v) for text, v in cfg.values.items()}, key + ' {}')}
+    print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
+    write_json(os.path.join(cfg.out_dir, 'sweep.json'), data)
+    pictures.sweep(data, os.path.join(cfg.out_dir, 'sweep.png'))
     print(f'\nwrote sweep.json and sweep.png into {cfg.out_dir}')
     print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
     return data

@@ -206,8 +206,8 @@ def test_malformed_command_lines_end_in_one_line(program, tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     cls, main = {'train': (train.TrainConfig, train.main), 'sample': (sample.SampleConfig, sample.main),
                  'compare': (experiments.loss.CompareConfig, compare.main),
-                 'sweep': (experiments.sweep.SweepConfig, experiments.sweep.main),
-                 'scaling': (experiments.scaling.ScalingConfig, experiments.scaling.main)}[program]
+                 'sweep': (experiments.sweep.SweepConfig, lambda argv: compare.main(['sweep', *argv])),
+                 'scaling': (experiments.scaling.ScalingConfig, lambda argv: compare.main(['scaling', *argv]))}[program]
     (tmp_path / 'toml').mkdir()
     for argv in bad_lines(random.Random(program), cls, tmp_path / 'toml'):
         try:
