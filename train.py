@@ -289,7 +289,7 @@ def definition(cfg, data, old=None):
     new = {k: v for k, v in asdict(cfg).items() if k not in FREE}
     new |= {'tokenizer': data.meta['tokenizer'], 'token files': data.sha}
     for key in [*new, *(old.keys() - new.keys())] if old else ():
-        if new.get(key) != old.get(key):
+        if new.get(key) != old.get(key, getattr(TrainConfig, key, None)):  # the default: a key younger than the run
             was, now = (configuration.brief.repr(d.get(key)) for d in (old, new))
             raise ValueError(f'{key}={now}: must be {was}, as in the run that out_dir={cfg.out_dir!r} holds; leave '
                              f'the key out, restore dataset={cfg.dataset!r}, or start a new run')

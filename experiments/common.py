@@ -27,10 +27,11 @@ def preset(argv, name):
     if any(a.endswith('.toml') or a.startswith('--config') for a in argv):
         return argv
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return [os.path.join(here, 'config', f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.toml'), *argv]
+    gpu = torch.cuda.is_available() and '--device=cpu' not in argv
+    return [os.path.join(here, 'config', f'{name}_{"gpu" if gpu else "cpu"}.toml'), *argv]
 
 
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 97.5 %, 1 to 9 degrees of freedom
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 97.5 %, 1 to 9 (and more) degrees
 
 
 def paired(values, base):

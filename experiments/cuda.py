@@ -74,7 +74,9 @@ def peers():
     for name, (module, function, call) in PEERS.items():
         try:
             f = getattr(import_module(module), function)
-        except ImportError:
+        except Exception as e:  # not there, too old, or broken: theirs
+            if not isinstance(e, ImportError):
+                print(f'{name}: left out, {type(e).__name__}: {e}')
             continue
         out[name] = lambda w, v, eps, f=f, call=call: v[0] if len(v) == 1 else call(f, w.to(v[0].dtype), v, eps)
     return out

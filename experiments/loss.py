@@ -26,6 +26,7 @@ class CompareConfig(RunsConfig):
     def __post_init__(self):
         super().__post_init__()
         configuration.checker(self)('timing_rounds', 0 <= self.timing_rounds < 2**31, '0 or more')
+        self.mode_configs()
 
 
 def costs(configs, vocab_size, rounds):
@@ -39,7 +40,9 @@ def costs(configs, vocab_size, rounds):
     times = measure.interleaved({label: b.step for label, b in benches.items()}, device, rounds)
     memory = measure.peak_bytes if device.type == 'cuda' else measure.alive_bytes
     base = times[next(iter(configs))]
-    return {label: {'ms': 1e3 * statistics.median(t), 'ratio': measure.ratio(t, base), 'bytes': memory(benches[label])}
+    passes = 1e3 * first.gradient_accumulation_steps  # in a step; what an optimiser does once is small beside them
+    return {label: {'ms': passes * statistics.median(t), 'ratio': measure.ratio(t, base),
+                    'bytes': memory(benches[label])}
             for label, t in times.items()}
 
 
@@ -76,11 +79,11 @@ def verdicts(data):
 
 
 def reaches(history, goal):
-    """ The step, interpolated, at which the mean over the runs first is at or below goal; None if never. """
+    """ The step, interpolated, at which the mean over the runs first is at or below goal; None if never after 0. """
     mean = [(points[0][0], statistics.mean(v for _, v in points)) for points in zip(*history, strict=False)]
     for (s0, v0), (s1, v1) in zip(mean, mean[1:], strict=False):
         if v1 <= goal:
-            return s0 + (s1 - s0) * (v0 - goal) / (v0 - v1)
+            return s0 + (s1 - s0) * (v0 - goal) / (v0 - v1) if v0 > goal else s1
     return None
 
 
@@ -152,8 +155,11 @@ def compare(cfg, argv):
     chars = load(cfg.dataset)[0]['tokenizer'].get('chars', '\n')
     for label, folder in folders.items():
         print(f'\n--- {label}, a sample ---')
-        print(sample(SampleConfig(out_dir=folder, start='\n' if '\n' in chars else chars[0], max_new_tokens=300,
-                                  device=cfg.device))[0].strip())
+        try:
+            print(sample(SampleConfig(out_dir=folder, start='\n' if '\n' in chars else chars[0], max_new_tokens=300,
+                                      device=cfg.device))[0].strip())
+        except ValueError as e:  # a tokenizer that is not at hand spoils no comparison
+            print(f'none: {e}')
     print(f'\nwrote results.json, loss.png, depth.json, depth.png and dynamics.png into {cfg.out_dir}')
     brief = {label: {k: v for k, v in m.items() if k != 'history'} for label, m in data['modes'].items()}
     print(json.dumps({k: v for k, v in data.items() if k not in ('config', 'noise')} | {'modes': brief}))

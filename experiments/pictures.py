@@ -16,6 +16,15 @@ def plt():
     return pyplot
 
 
+def finish(figure, path):
+    """ Writes the picture; ValueError if it cannot be written. """
+    try:
+        figure.savefig(path)
+    except OSError as e:
+        raise ValueError(f'{path}: could not be written ({e.strerror})') from e
+    plt().close(figure)
+
+
 def loss(results, path):
     """ Validation loss against steps, and against wall-clock: steps times the median ms of interleaved steps. """
     pyplot = plt()
@@ -46,8 +55,7 @@ def loss(results, path):
     if seeds > 1:
         figure.suptitle(f'mean of {seeds} seeds; shaded: lowest to highest', fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    finish(figure, path)
 
 
 def sweep(results, path):
@@ -65,8 +73,7 @@ def sweep(results, path):
     seeds = len(next(iter(by.values())))
     ax.set_title(f'lines: mean of {seeds} seeds, dots: each' if seeds > 1 else 'one seed', fontsize=8)
     ax.legend(title='mode')
-    figure.savefig(path)
-    pyplot.close(figure)
+    finish(figure, path)
 
 
 def scaling(results, path):
@@ -88,8 +95,7 @@ def scaling(results, path):
     ax.set_xlabel('compute C (PFLOP/s-days)')
     ax.set_ylabel('final validation loss (nats per token)')
     ax.legend(title='mode and fit; a dot is a run')
-    figure.savefig(path)
-    pyplot.close(figure)
+    finish(figure, path)
 
 
 KINDS = {'attention': ('#e69f00', 'o'), 'MLP': ('#009e73', 's')}  # of sublayers
@@ -134,8 +140,7 @@ def depth(modes, path):
     if any((m['S'] or 1) > 1 for m in shown.values()):
         handles.append(pyplot.Line2D([], [], color='#d55e00', lw=1, label='between residual blocks'))
     figure.legend(handles=handles, loc='outside upper center', ncols=3, fontsize=8)
-    figure.savefig(path)
-    pyplot.close(figure)
+    finish(figure, path)
 
 
 def dynamics(modes, path):
@@ -156,5 +161,4 @@ def dynamics(modes, path):
         ax.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel('root mean square')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', fontsize=8)
-    figure.savefig(path)
-    pyplot.close(figure)
+    finish(figure, path)

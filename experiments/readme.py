@@ -18,6 +18,7 @@ from pathlib import Path
 
 import config as configuration
 import model
+from data.prepare import load
 from experiments import loss, pictures, scaling, sweep
 from experiments.common import paired
 
@@ -112,8 +113,9 @@ def answers():
             lines.append(f'At what cost at width {data["config"]["n_embd"]}? Time of a step, memory kept: ' + '; '.join(
                 f'{k} {v["step"]["ratio"]:.2f} x, {v["kept"]["ratio"]:.2f} x'
                 for k, v in data['rows'].items() if k != 'standard'))
-    return ('Differences of the final validation loss in nats, paired by seed, with 95 % intervals. Below zero the '
-            'first is better; not resolved: the interval holds zero.\n\n' + bullets(lines)) if lines else 'Not measured yet.'
+    head = ('Differences of the final validation loss in nats, paired by seed, with 95 % intervals. Below zero the '
+            'first is better; not resolved: the interval holds zero.')
+    return f'{head}\n\n{bullets(lines)}' if lines else 'Not measured yet.'
 
 
 def results():
@@ -189,6 +191,8 @@ def render(text):
 
 def rerun(names):
     """ Runs what stands behind the parts and copies its results to assets/. """
+    if any(ENWIK8[0] in RERUN[name][1] for name in names):
+        load('enwik8')  # says now, not hours later, that it is missing
     for name in names:
         verb, argv, files = RERUN[name]
         out = Path('out', 'readme', name)

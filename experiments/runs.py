@@ -6,18 +6,20 @@ was. Runs are paired: one seed means the same weights and the same batches in ev
 """
 import hashlib
 import json
+import math
 import os
 import signal
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 
 import torch
 
 import config as configuration
 from data.prepare import load
 from experiments.common import mode_keys, preset, write_json
-from train import FREE, TrainConfig, pick_device, train
+from train import FREE, TrainConfig, pick_device, pick_dtype, train
 
 
 @dataclass
@@ -32,7 +34,8 @@ class RunsConfig(TrainConfig):
         check = configuration.checker(self)
         check('seeds', 1 <= self.seeds <= 2**31 - self.seed, '1 or more, and seed + seeds at most 2**31')
         check('workers', 0 <= self.workers <= 256, 'from 0 to 256')
-        self.mode_configs()
+        check('patience', self.patience == 0, '0 here: all modes take the same steps')
+        mode_keys(self.modes)
 
     @property
     def base(self):
@@ -59,51 +62,94 @@ def settings(cls, argv, name, description, refused=()):
     return configuration.build(cls, values)
 
 
+def canonical(cfg):
+    """ One config for all that are the same function: block with S = 1 is full, N counts in block mode only. """
+    S, blocks = math.ceil(2 * cfg.n_layer / cfg.residual_blocks), TrainConfig.residual_blocks
+    if cfg.residual != 'block':
+        return replace(cfg, residual_blocks=blocks)
+    return replace(cfg, residual='full', residual_blocks=blocks) if S == 1 else \
+        replace(cfg, residual_blocks=math.ceil(2 * cfg.n_layer / S))
+
+
 def partition(cfg):
-    """ What the residual rule does, as a string that is equal for equal functions: block with S = 1 is full. """
-    S = {'full': 1, 'block': -(-2 * cfg.n_layer // cfg.residual_blocks)}.get(cfg.residual)
-    return cfg.residual if S is None else f'attnres, S={S}'
+    """ What the residual rule does, as a string that is equal for equal functions. """
+    cfg = canonical(cfg)
+    return cfg.residual + (f':{cfg.residual_blocks}' if cfg.residual == 'block' else '')
 
 
 def run_key(cfg, data):
     """ What defines a run, hashed: two configs with the same key train the same network on the same batches. """
-    skip = FREE | {'residual', 'residual_blocks'}
-    text = json.dumps([{k: v for k, v in sorted(asdict(cfg).items()) if k not in skip}, partition(cfg), data])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    device = pick_device(cfg.device)
+    known = {k: v for k, v in asdict(canonical(cfg)).items() if k not in FREE - {'patience', 'nonfinite'}}
+    known |= {'data': data, 'device': device.type, 'dtype': str(pick_dtype(cfg.dtype, device))}
+    if os.path.exists(start := os.path.join(cfg.init_from, 'ckpt.pt')) and cfg.init_from:
+        with open(start, 'rb') as f:
+            known['start'] = hashlib.file_digest(f, 'sha256').hexdigest()
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def run(cfg, root, data, title, label=''):
-    """ The result of one training run: read if it is there, else trained, from its checkpoint if it has one. """
-    folder = os.path.join(root, 'runs', f'{partition(cfg).replace(", S=", "-")}-{cfg.seed}-{run_key(cfg, data)}')
-    done = os.path.join(folder, 'result.json')
-    if os.path.exists(done) and not cfg.overwrite:
-        with open(done, encoding='utf-8') as f:
-            result = json.load(f)
-        print(f'{title}: kept from an earlier call ({folder})', flush=True)
-        return result
+def kept(folder):
+    """ The result of the finished run in folder, or None. """
+    path = os.path.join(folder, 'result.json')
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding='utf-8') as f:
+        return json.load(f) | {'out_dir': folder}
+
+
+def run(cfg, folder, title, label=''):
+    """ Trains cfg in folder, from its checkpoint if it has one, and keeps the result there. """
     print(title, flush=True)
+    if cfg.overwrite:
+        with suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, 'result.json'))
     unfinished = os.path.exists(os.path.join(folder, 'ckpt.pt')) and not cfg.overwrite
     change = {'out_dir': folder, 'resume': unfinished, 'overwrite': not unfinished}
-    result = train(replace(cfg, **change), label=label)
+    result = train(replace(canonical(cfg), **change), label=label)
     if result['stopped']:
-        print(f'{result["stopped"]}: the same command goes on from here')
+        print(f'{result["stopped"]}: the same command{" without --overwrite" * cfg.overwrite} goes on from here')
         raise SystemExit(130)
-    write_json(done, result)
-    return result
+    write_json(os.path.join(folder, 'result.json'), result)
 
 
-def in_worker(*call):
-    """ run(*call), but after a run that was stopped no other: the pool has handed out the next one by then. """
-    if in_worker.stopped:
-        raise SystemExit(130)
+def alone(threads, *call):
+    """ run(*call) as all that a process does. """
+    torch.set_num_threads(threads)
     try:
-        return run(*call)
-    except SystemExit:
-        in_worker.stopped = True
+        run(*call)
+    except ValueError as e:
+        configuration.fail(e)
+    except RuntimeError as e:
+        configuration.fail(e, code=1)
+
+
+def side_by_side(calls, workers, threads):
+    """ Runs in processes of their own, some at a time. Whatever ends one of them early ends all; they save first. """
+    waiting, alive, context = [*calls], {}, get_context('spawn')
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while waiting or alive:
+            while waiting and len(alive) < workers:
+                process = context.Process(target=alone, args=(threads, *waiting[0]))
+                listens = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: there, only training listens to it
+                process.start()
+                signal.signal(signal.SIGINT, listens)
+                alive[process.sentinel] = process, waiting.pop(0)
+            for sentinel in wait([*alive]):
+                process, (_, _, title, *_) = alive.pop(sentinel)
+                process.join()
+                if process.exitcode < 0:
+                    raise RuntimeError(f'{title}: its process was killed by {signal.Signals(-process.exitcode).name}')
+                if process.exitcode:  # it said why
+                    raise SystemExit(process.exitcode)
+    except BaseException:
+        for process, _ in alive.values():
+            process.terminate()
+        for process, _ in alive.values():
+            process.join()
         raise
-
-
-in_worker.stopped = False
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_all(todo, cfg):
@@ -112,30 +158,24 @@ def run_all(todo, cfg):
     On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
     """
     data, cpu = load(cfg.dataset)[0]['sha256'], pick_device(cfg.device).type == 'cpu'
-    keys, unique = [run_key(c, data) for _, c in todo], {}
-    for key, pair in zip(keys, todo, strict=True):
-        unique.setdefault(key, pair)
+    folders = [os.path.join(cfg.out_dir, 'runs', f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}')
+               for _, c in todo]
+    unique = {folder: pair for folder, pair in zip(folders, todo, strict=True)}
+    new = [folder for folder in unique if cfg.overwrite or kept(folder) is None]
+    if len(new) < len(unique):
+        print(f'{len(unique) - len(new)} of {len(unique)} runs are kept from an earlier call')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    workers = min(cfg.workers or (cores if cpu else 1), len(unique))
-    calls = [(c, cfg.out_dir, data, f'[{i}/{len(unique)}] {label}, seed {c.seed}', f'{label}: ' if workers > 1 else '')
-             for i, (label, c) in enumerate(unique.values(), 1)]
-    if workers == 1:
-        results = [run(*call) for call in calls]
+    workers = min(cfg.workers or (cores if cpu else 1), len(new))
+    calls = []
+    for i, folder in enumerate(new, 1):
+        label, c = unique[folder]
+        calls.append((c, folder, f'[{i}/{len(new)}] {label}, seed {c.seed}', f'{label}: ' if workers > 1 else ''))
+    if workers > 1:
+        side_by_side(calls, workers, max(1, cores // workers))
     else:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with ProcessPoolExecutor(workers, mp_context=get_context('spawn'), initializer=torch.set_num_threads,
-                                 initargs=(max(1, cores // workers),)) as pool:
-            try:
-                results = [f.result() for f in [pool.submit(in_worker, *call) for call in calls]]
-            except BaseException:  # whatever it is, the runs under way save and stop
-                for child in active_children():
-                    child.terminate()
-                pool.shutdown(cancel_futures=True)
-                raise
-            finally:
-                signal.signal(signal.SIGTERM, before)
-    results = dict(zip(unique, results, strict=True))
-    return [results[k] for k in keys]
+        for call in calls:
+            run(*call)
+    return [kept(folder) for folder in folders]
 
 
 def final_losses(cfg, points, title):

@@ -74,10 +74,10 @@ def advantage(C, base, loss):
 
 
 def interval(C, base, loss, seed=0):
-    """ 95 % interval of advantage by bootstrap; base, loss: (sizes, seeds), paired. None from one seed.
+    """ 95 % interval of advantage by bootstrap; base, loss: (sizes, seeds), paired. None if it has no end, or one seed.
 
     A few seeds a size are too few to draw from, so the deviations of all sizes are pooled, pairs kept, and each size's
-    mean is drawn anew from the pool. Draws without a C' are left out.
+    mean is drawn anew from the pool. A draw in which more compute does not help the base has no C': no end.
     """
     both = np.stack((base, loss), -1)  # (sizes, seeds, 2)
     sizes, seeds, _ = both.shape
@@ -87,7 +87,10 @@ def interval(C, base, loss, seed=0):
     pool = (both - means[:, None]).reshape(-1, 2) * (seeds / (seeds - 1)) ** 0.5  # around so few they are too small
     draws = np.random.default_rng(seed).integers(len(pool), size=(RESAMPLES, sizes, seeds))
     drawn = means + pool[draws].mean(2)  # (RESAMPLES, sizes, 2)
-    return np.nanpercentile(advantage(C, drawn[..., 0], drawn[..., 1]), [2.5, 97.5]).tolist()
+    with np.errstate(all='ignore'):
+        found = advantage(C, drawn[..., 0], drawn[..., 1])
+    low, high = np.percentile(np.where(np.isfinite(found), found, np.inf), [2.5, 97.5], method='nearest').tolist()
+    return [low, high] if np.isfinite(high) else None
 
 
 def analyse(C, loss, base):
@@ -98,7 +101,8 @@ def analyse(C, loss, base):
         A, alpha = fit(C, values.mean(1))
         out[label] = {'A': float(A), 'alpha': float(alpha)}
         if label != base:
-            out[label] |= {'advantage': float(advantage(C, reference.mean(1), values.mean(1))),
+            gain = float(advantage(C, reference.mean(1), values.mean(1)))
+            out[label] |= {'advantage': gain if np.isfinite(gain) else None,
                            'interval': interval(C, reference, values)}
     return out
 
@@ -109,9 +113,9 @@ def verdicts(data):
     for label, m in data['fits'].items():
         text = f'{label}: loss = {m["A"]:.3f} C^-{m["alpha"]:.4f} (C in PFLOP/s-days)'
         if 'advantage' in m:
-            text += f"; C'/C = {m['advantage']:.2f}"
+            text += "; C'/C = " + ('none' if m['advantage'] is None else f'{m["advantage"]:.2f}')
             if m['interval'] is None:
-                text += ' from one seed, which gives no interval; --seeds=3 gives one'
+                text += ' without an interval (one seed, or fits too flat), not resolved'
             else:
                 low, high = m['interval']
                 text += f' (95 %: {low:.2f} to {high:.2f})' + ('' if low > 1 or high < 1 else ', not resolved')
@@ -129,7 +133,8 @@ def cells(data):
 
 
 def main(argv):
-    cfg = settings(ScalingConfig, argv, 'scaling', __doc__.split('\n\n')[0], ('n_layer', 'n_embd', 'n_head'))
+    refused = ('n_layer', 'n_embd', 'n_head', 'eval_interval')  # what sizes decides
+    cfg = settings(ScalingConfig, argv, 'scaling', __doc__.split('\n\n')[0], refused)
     C = [cfg.compute(n) / DAY for n in cfg.ladder]
     loss = {label: [*by.values()] for label, by in final_losses(cfg, cfg.ladder, '{} transformer blocks').items()}
     data = {'command': ' '.join(['python compare.py scaling', *argv]), **environment(pick_device(cfg.device)),

@@ -64,7 +64,7 @@ def verdicts(data):
     values = list(loss[base])
 
     def at(value):
-        edge = len(values) > 2 and value in (values[0], values[-1])
+        edge = KEYS[key] in (int, float) and value in (values[0], values[-1])
         return value + (' (an end of what was tried)' if edge else '')
     out = [f'{base} is at its best with {key} {at(best[base])}: {mean(loss[base][best[base]]):.4f}']
     for label in (label for label in loss if label != base):

@@ -65,7 +65,7 @@ def test_finished_runs_are_kept_and_overwrite_redoes_them(done, monkeypatch, cap
     trained = []
     monkeypatch.setattr(runs, 'train', lambda cfg, label: trained.append(cfg) or trainer.train(cfg))
     assert compare.main(args)['modes']['full']['final_loss'] == data['modes']['full']['final_loss'] and not trained
-    assert capsys.readouterr().out.count('kept from an earlier call') == 4
+    assert '4 of 4 runs are kept from an earlier call' in capsys.readouterr().out
     compare.main([*args, '--overwrite'])
     assert len(trained) == 4
     compare.main([*args, '--learning_rate=1e-3'])  # another run: not the kept one
@@ -125,6 +125,7 @@ def test_a_difference_within_noise_is_called_so(base, other, says):
 def test_when_a_mode_reaches_the_goal():
     assert L.reaches([[[0, 4.], [10, 3.], [20, 2.]]], 2.5) == 15
     assert L.reaches([[[0, 4.], [10, 3.]]], 2.5) is None
+    assert L.reaches([[[0, 4.], [10, 4.]]], 4.) == L.reaches([[[0, 3.], [10, 4.]]], 4.5) == 10  # not at the start
     assert 'never' in L.verdicts(results([2.0], [2.2]))[0]
     assert 'at step 15 of 20, after 0 s (0.82 of its time)' in L.verdicts(results([2.0], [1.5]))[0]
 

@@ -264,8 +264,9 @@ SIDE_BY_SIDE = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=32', '--n_he
 def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, capsys):
     """ Ctrl-C reaches the whole group, SIGTERM only the parent: either way two runs side by side save and resume. """
     argv = [sys.executable, 'compare.py', *SIDE_BY_SIDE, '--workers=2', f'--out_dir={tmp_path / "cut"}']
+    two = [*os.sched_getaffinity(0)][:2]  # so that each run has one thread, as below
     parent = subprocess.Popen(argv, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              start_new_session=True)
+                              start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, two))
     for _ in range(6000):
         logs = [*(tmp_path / 'cut').glob('runs/*/log.jsonl')]
         if len(logs) == 2 and min(len(log.read_text().splitlines()) for log in logs) > 4 or parent.poll() is not None:
@@ -282,3 +283,16 @@ def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, caps
     assert capsys.readouterr().out.count('resumed at step') == 2
     for mode in ('standard', 'block'):
         assert cut['modes'][mode]['final_loss'] == whole['modes'][mode]['final_loss']
+
+
+def test_one_run_that_fails_stops_the_others_and_says_why(tmp_path):
+    """ The second of three runs meets a folder that cannot be written: the first saves, the third does not begin. """
+    from experiments import runs
+    cfg = runs.RunsConfig(**KEYS | {'max_iters': 100_000, 'out_dir': str(tmp_path)})
+    (tmp_path / 'taken').write_text('')
+    calls = [(cfg.plain(seed=i), str(tmp_path / name), name, f'{name}: ') for i, name in enumerate(('a', 'taken', 'c'))]
+    with pytest.raises(SystemExit) as stop:
+        runs.side_by_side(calls, 2, 1)
+    assert stop.value.code == 2 and not (tmp_path / 'c').exists() and not (tmp_path / 'a' / 'result.json').exists()
+    if (tmp_path / 'a' / 'ckpt.pt').exists():  # it had begun
+        assert read_checkpoint(str(tmp_path / 'a' / 'ckpt.pt'))['progress']['step'] < 100_000

@@ -10,8 +10,8 @@ from experiments import common, pictures, runs, scaling, sweep
 from experiments.runs import RunsConfig
 from train import TrainConfig
 
-SMALL = ['--n_ctx=16', '--batch_size=2', '--max_iters=2', '--eval_interval=2', '--eval_iters=1', '--workers=1',
-         '--kernel=reference', '--warmup_iters=1']
+SMALL = ['--n_ctx=16', '--batch_size=2', '--max_iters=2', '--eval_iters=1', '--workers=1', '--kernel=reference',
+         '--warmup_iters=1']
 C = np.array([1.0, 3.0, 10.0, 30.0])
 
 
@@ -67,6 +67,16 @@ def test_one_seed_gives_no_interval():
     assert fits['full']['interval'] is None and 'one seed' in scaling.verdicts({'fits': fits})[1]
 
 
+def test_fits_too_flat_for_an_advantage_are_not_resolved_and_leave_json_whole():
+    rng = np.random.default_rng(0)
+    base, rule = (2 * C[:, None]**0.001 + 0.05 * rng.standard_normal((4, 3)) for _ in range(2))
+    fits = scaling.analyse(C, {'standard': base, 'full': rule}, 'standard')
+    assert fits['full']['interval'] is None and 'not resolved' in scaling.verdicts({'fits': fits})[1]
+    rising = scaling.analyse(C, {'standard': 2 * C[:, None]**0.1, 'full': 2 * C[:, None]**-0.1}, 'standard')
+    assert rising['full']['advantage'] is None and "C'/C = none" in scaling.verdicts({'fits': rising})[1]
+    json.dumps([fits, rising], allow_nan=False)
+
+
 def test_the_ladder():
     """ One dial: width, heads, steps and rate follow from the number of blocks. """
     cfg = scaling.ScalingConfig(sizes='4,8', max_iters=100, learning_rate=0.01, min_lr=0.001)
@@ -80,7 +90,7 @@ def test_scaling_runs(tmp_path, capsys):
                          *SMALL, f'--out_dir={tmp_path}'])
     loss = data['final_loss']
     assert np.shape(loss['full']) == (2, 2) and loss['block:4'][0] == loss['full'][0]  # 4 sublayers: the same function
-    assert loss['standard'][0] != loss['full'][0] and data['fits']['full']['interval']
+    assert loss['standard'][0] != loss['full'][0] and data['fits']['full']['alpha'] != 0
     assert json.loads((tmp_path / 'scaling.json').read_text())['fits'] == data['fits']
     assert (tmp_path / 'scaling.png').stat().st_size > 10_000
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['fits'] == data['fits']
@@ -105,9 +115,10 @@ def test_sweep_compares_each_mode_at_its_best():
     data = {'base': 'standard', 'vary': 'learning_rate=1,2',
             'final_loss': {'standard': {'1': [3.0, 3.0], '2': [2.0, 2.0]}, 'full': {'1': [1.5, 1.7], '2': [2.5, 2.5]}}}
     first, second = sweep.verdicts(data)
-    assert 'learning_rate 2: 2.0000' in first
-    assert all(part in second for part in ('best with 1: 1.6000', 'there -1.4000', 'at the best of standard +0.5000',
-                                           'each at its own best -0.4000 +- 1.27'))
+    assert 'learning_rate 2 (an end of what was tried): 2.0000' in first
+    for part in ('best with 1 (an end of what was tried): 1.6000', 'there -1.4000', 'at the best of standard +0.5000',
+                 'each at its own best -0.4000 +- 1.27'):
+        assert part in second
     assert sweep.cells(data)[1] == ('1', '3.0000', '1.6000', '-1.4000 +- 1.2710')
 
 
@@ -119,7 +130,8 @@ def test_sweep_compares_each_mode_at_its_best():
     (['scaling', '--sizes=8,4'], 'sizes='), (['scaling', '--aspect=8'], 'aspect=8'),
     (['scaling', '--n_embd=8'], 'n_embd=8'),
     (['scaling', '--sizes=2,4', '--modes=block:8'], 'residual_blocks=8'), (['--workers=-1'], 'workers=-1'),
-    (['--data_seed=-1'], 'data_seed=-1')])
+    (['--data_seed=-1'], 'data_seed=-1'),
+    (['--patience=1'], 'patience=1'), (['scaling', '--eval_interval=5'], 'eval_interval=5')])
 def test_bad_input_is_one_line(args, says, capsys):
     with pytest.raises(SystemExit) as stop:
         compare.main(args)
@@ -139,7 +151,9 @@ def test_what_defines_a_run():
     """ Another order of batches is another run, another folder is not; block with S = 1 is full. """
     def key(**keys):
         return runs.run_key(TrainConfig(**keys), {})
-    assert len({key(), key(data_seed=1), key(seed=2), key(residual='full')}) == 4
+    assert len({key(), key(data_seed=1), key(seed=2), key(residual='full'), key(nonfinite='skip')}) == 5
+    assert key(residual_blocks=4) == key()  # nothing to the standard residual
+    assert key(residual='block', residual_blocks=6) == key(residual='block', residual_blocks=7) != key(residual='full')
     assert key(out_dir='x') == key() and key(residual='block', residual_blocks=12, n_layer=6) == key(
         residual='full', n_layer=6)
 
