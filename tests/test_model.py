@@ -643,9 +643,13 @@ def test_a_refusal_says_what_is_allowed():
 
 
 @pytest.mark.parametrize('N', [-1, 0, 7])
-def test_residual_blocks_is_checked_in_block_mode_only(N):
+def test_residual_blocks_has_to_fit_in_block_mode_and_to_be_a_number_of_blocks_in_all(N):
     for mode in ('standard', 'full'):
-        assert GPTConfig(n_layer=3, residual=mode, residual_blocks=N).residual_blocks == N
+        if N > 0:
+            assert GPTConfig(n_layer=3, residual=mode, residual_blocks=N).residual_blocks == N
+        else:
+            with pytest.raises(ValueError, match=f'residual_blocks={N}: '):
+                GPTConfig(n_layer=3, residual=mode, residual_blocks=N)
     with pytest.raises(ValueError, match=f'residual_blocks={N}: '):
         GPTConfig(n_layer=3, residual='block', residual_blocks=N)
     for fine in (1, 6):
