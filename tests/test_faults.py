@@ -256,7 +256,7 @@ def test_a_process_that_dies_ends_the_run(tmp_path):
 
 
 SIDE_BY_SIDE = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=32', '--n_head=2', '--n_ctx=16', '--batch_size=4',
-                '--max_iters=1200', '--eval_interval=1200', '--eval_iters=2', '--log_interval=10',
+                '--max_iters=2000', '--eval_interval=2000', '--eval_iters=2', '--log_interval=5',
                 '--residual_blocks=2', '--modes=standard,block', '--noise=false', '--timing_rounds=0', '--device=cpu']
 
 
@@ -277,7 +277,7 @@ def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, caps
     assert parent.returncode == 130 and 'the same command goes on' in out and 'Traceback' not in out, out
     assert not [*(tmp_path / 'cut').glob('runs/*/result.json')]
     steps = [read_checkpoint(str(path))['progress']['step'] for path in (tmp_path / 'cut').glob('runs/*/ckpt.pt')]
-    assert len(steps) == 2 and min(steps) > 0 and max(steps) < 1200
+    assert len(steps) == 2 and min(steps) > 0 and max(steps) < 2000
     cut, whole = (compare.main([*SIDE_BY_SIDE, '--workers=1', f'--out_dir={tmp_path / name}'])
                   for name in ('cut', 'whole'))
     assert capsys.readouterr().out.count('resumed at step') == 2
