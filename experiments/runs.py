@@ -168,8 +168,8 @@ def run_all(todo, cfg):
     workers = min(cfg.workers or (cores if cpu else 1), len(new))
     calls = []
     for i, folder in enumerate(new, 1):
-        label, c = unique[folder]
-        calls.append((c, folder, f'[{i}/{len(new)}] {label}, seed {c.seed}', f'{label}: ' if workers > 1 else ''))
+        (label, c), number = unique[folder], f'[{i}/{len(new)}] '
+        calls.append((c, folder, f'{number}{label}, seed {c.seed}', number if workers > 1 else ''))
     if workers > 1:
         side_by_side(calls, workers, max(1, cores // workers))
     else:
