@@ -129,7 +129,7 @@ def compare(cfg, argv):
     print(f'one learning rate for all modes: {cfg.learning_rate:g} to {cfg.min_lr:g}')
     todo, runs = [], {}
     for s in range(cfg.seed, cfg.seed + cfg.seeds):
-        todo += [(label, cfg.mode_configs(seed=s)[label]) for label in labels]
+        todo += [(label, c) for label, c in cfg.mode_configs(seed=s).items() if label in labels]
         if cfg.noise:
             todo.append((f'{base}, other batches', cfg.mode_configs(seed=s, data_seed=2**31 - 1 - s)[base]))
     for (label, _), result in zip(todo, run_all(todo, cfg), strict=True):

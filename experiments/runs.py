@@ -18,7 +18,7 @@ import torch
 
 import config as configuration
 from data.prepare import load
-from experiments.common import mode_keys, preset, write_json
+from experiments.common import environment, mode_keys, preset, table, write_json
 from train import FREE, TrainConfig, pick_device, pick_dtype, train
 
 
@@ -78,13 +78,13 @@ def partition(cfg):
 
 
 def run_key(cfg, data):
-    """ What defines a run, hashed: two configs with the same key train the same network on the same batches. """
+    """ What defines a run, hashed: two configs with the same key train the same network on the same batches.
+
+    data: what a config only names: hashes of the token files and of the weights to begin with.
+    """
     device = pick_device(cfg.device)
     known = {k: v for k, v in asdict(canonical(cfg)).items() if k not in FREE - {'patience', 'nonfinite'}}
     known |= {'data': data, 'device': device.type, 'dtype': str(pick_dtype(cfg.dtype, device))}
-    if os.path.exists(start := os.path.join(cfg.init_from, 'ckpt.pt')) and cfg.init_from:
-        with open(start, 'rb') as f:
-            known['start'] = hashlib.file_digest(f, 'sha256').hexdigest()
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -158,6 +158,9 @@ def run_all(todo, cfg):
     On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
     """
     data, cpu = load(cfg.dataset)[0]['sha256'], pick_device(cfg.device).type == 'cpu'
+    if cfg.init_from and os.path.exists(start := os.path.join(cfg.init_from, 'ckpt.pt')):
+        with open(start, 'rb') as f:
+            data = data | {'start': hashlib.file_digest(f, 'sha256').hexdigest()}
     folders = [os.path.join(cfg.out_dir, 'runs', f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}')
                for _, c in todo]
     unique = {folder: pair for folder, pair in zip(folders, todo, strict=True)}
@@ -187,3 +190,19 @@ def final_losses(cfg, points, title):
     for (label, p, _), result in zip(grid, results, strict=True):
         out[label][p].append(result['final_loss'])
     return out
+
+
+def heading(verb, argv, cfg):
+    """ What the JSON of a grid begins with: how it was made. """
+    return {'command': ' '.join([f'python compare.py {verb}', *argv]), **environment(pick_device(cfg.device)),
+            'config': asdict(cfg), 'base': cfg.base}
+
+
+def conclude(verb, cfg, data, rows, lines, picture):
+    """ Shows the table and the sentences, writes VERB.json and VERB.png, prints the JSON in a line. Returns data. """
+    print('\n' + table(rows) + '\n\n' + '\n'.join(lines))
+    write_json(os.path.join(cfg.out_dir, f'{verb}.json'), data)
+    picture(data, os.path.join(cfg.out_dir, f'{verb}.png'))
+    print(f'\nwrote {verb}.json and {verb}.png into {cfg.out_dir}')
+    print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
+    return data

@@ -8,17 +8,13 @@ One dial makes a network: n transformer blocks of width aspect * n. Steps grow w
 1 / n, from those of the smallest. C = 6 * parameters (embeddings apart) * tokens, in floating-point operations.
 C'/C: the compute that the standard residual would need for the loss of a rule at the largest C, by the fits.
 """
-import json
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 import config as configuration
 from experiments import pictures
-from experiments.common import environment, table, write_json
-from experiments.runs import RunsConfig, final_losses, settings
-from train import pick_device
+from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
 
 RESAMPLES = 10_000
 DAY = 8.64e19  # floating-point operations of a petaflop/s-day
@@ -137,12 +133,6 @@ def main(argv):
     cfg = settings(ScalingConfig, argv, 'scaling', __doc__.split('\n\n')[0], refused)
     C = [cfg.compute(n) / DAY for n in cfg.ladder]
     loss = {label: [*by.values()] for label, by in final_losses(cfg, cfg.ladder, '{} transformer blocks').items()}
-    data = {'command': ' '.join(['python compare.py scaling', *argv]), **environment(pick_device(cfg.device)),
-            'config': asdict(cfg), 'base': cfg.base, 'ladder': {str(n): keys for n, keys in cfg.ladder.items()},
-            'compute': C, 'final_loss': loss, 'fits': analyse(C, loss, cfg.base)}
-    print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
-    write_json(os.path.join(cfg.out_dir, 'scaling.json'), data)
-    pictures.scaling(data, os.path.join(cfg.out_dir, 'scaling.png'))
-    print(f'\nwrote scaling.json and scaling.png into {cfg.out_dir}')
-    print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
-    return data
+    data = {**heading('scaling', argv, cfg), 'ladder': {str(n): keys for n, keys in cfg.ladder.items()}, 'compute': C,
+            'final_loss': loss, 'fits': analyse(C, loss, cfg.base)}
+    return conclude('scaling', cfg, data, cells(data), verdicts(data), pictures.scaling)

@@ -217,13 +217,10 @@ def main(argv):
     for key in ('residual', 'kernel'):
         if key in values:
             configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and --kernels say what to time')
-    try:
-        shape = values.get('shape', SpeedConfig.shape)
-        shape = SHAPES.get(shape, {}) if isinstance(shape, str) else {}
-        cfg = configuration.build(SpeedConfig, shape | values)
-        device, rows = speed(cfg)
-    except ValueError as e:
-        configuration.fail(e)
+    shape = values.get('shape', SpeedConfig.shape)
+    shape = SHAPES.get(shape, {}) if isinstance(shape, str) else {}
+    cfg = configuration.build(SpeedConfig, shape | values)
+    device, rows = speed(cfg)
     print(report(rows) + report_kernels(rows))
     sizes = {f.name: getattr(cfg, f.name) for f in fields(SpeedConfig) if f.name not in ('out', 'rounds', 'kernel')}
     out = {'command': ' '.join(['python compare.py speed', *argv]), **environment(device), 'threads': cfg.threads,

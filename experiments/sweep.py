@@ -6,16 +6,14 @@ Trains the residual rules over several values of one key: where is each at its b
 
 With learning_rate, min_lr keeps its share of it.
 """
-import json
-import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from statistics import mean
 
 import config as configuration
 from experiments import pictures
-from experiments.common import environment, paired, table, write_json
-from experiments.runs import RunsConfig, final_losses, settings
-from train import FREE, TrainConfig, pick_device
+from experiments.common import paired
+from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
+from train import FREE, TrainConfig
 
 KEYS = {f.name: f.type for f in fields(TrainConfig)
         if f.name not in FREE | {'residual', 'residual_blocks', 'seed', 'dataset', 'init_from', 'min_lr', 'vocab_size'}}
@@ -79,12 +77,6 @@ def verdicts(data):
 def main(argv):
     cfg = settings(SweepConfig, argv, 'compare', __doc__.split('\n\n')[0])
     key = cfg.vary.partition('=')[0]
-    data = {'command': ' '.join(['python compare.py sweep', *argv]), **environment(pick_device(cfg.device)),
-            'config': asdict(cfg), 'base': cfg.base, 'vary': cfg.vary,
+    data = {**heading('sweep', argv, cfg), 'vary': cfg.vary,
             'final_loss': final_losses(cfg, {text: cfg.changed(v) for text, v in cfg.values.items()}, key + ' {}')}
-    print('\n' + table(cells(data)) + '\n\n' + '\n'.join(verdicts(data)))
-    write_json(os.path.join(cfg.out_dir, 'sweep.json'), data)
-    pictures.sweep(data, os.path.join(cfg.out_dir, 'sweep.png'))
-    print(f'\nwrote sweep.json and sweep.png into {cfg.out_dir}')
-    print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
-    return data
+    return conclude('sweep', cfg, data, cells(data), verdicts(data), pictures.sweep)
