@@ -1,6 +1,7 @@
 """Makes every test see the repository, one thread, a fixed seed and, without a GPU, Triton's interpreter."""
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # reference.py
 if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')  # read when triton is imported, so before any test file is
 torch.set_num_threads(1)  # sizes here are far too small for a second one
+
+
+START = time.monotonic()
+
+
+def pytest_addoption(parser):
+    parser.addoption('--seconds', type=float, default=float('inf'), help='skip tests that would begin later than this')
+
+
+@pytest.hookimpl(tryfirst=True)  # before its fixtures are made
+def pytest_runtest_setup(item):
+    if time.monotonic() - START > item.config.getoption('seconds'):
+        pytest.skip('not begun: the time that --seconds gives is over')
 
 
 @pytest.fixture(autouse=True)

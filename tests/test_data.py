@@ -700,8 +700,8 @@ def test_documents_of_a_killed_process_end_its_workers(bpe, tmp_path):
     p = subprocess.Popen([sys.executable, '-c', script], stdout=subprocess.PIPE, start_new_session=True)
     p.stdout.readline()
     p.kill()
-    p.wait(10)
-    for _ in range(100):
+    p.wait(60)
+    for _ in range(600):
         try:
             os.killpg(p.pid, 0)
         except ProcessLookupError:

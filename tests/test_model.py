@@ -94,26 +94,28 @@ def test_oracle_partition():
 EVERY = [pytest.param(kernel, n, mode, N, marks=[pytest.mark.slow] if kernel == 'triton' else [])
          for kernel in kernels.KERNELS if kernel != 'auto' for n in (1, 2, 3, 4)
          for mode, N in [('standard', 1), ('full', 1), *(('block', N) for N in range(1, 2 * n + 1))]
-         if mode != 'standard' or kernel == 'reference']  # standard has no depth attention
+         if mode != 'standard' or kernel == 'reference'  # standard has no depth attention
+         if kernel != 'triton' or n == 1 or n == 4 and N <= 4]  # slow; more than 4 of 8 blocks are S = 1 or 2 again
 
 
 @pytest.mark.parametrize('kernel, n_layer, mode, N', EVERY)
 def test_logits_and_all_gradients_equal_the_oracle(kernel, n_layer, mode, N):
+    dtype, tolerance = (torch.float32, 1e-4) if kernel == 'triton' else (torch.float64, 1e-10)
     try:
-        kernels.choose(kernel, torch.zeros(2, T, D, dtype=torch.float64))
+        kernels.choose(kernel, torch.zeros(2, T, D, dtype=dtype))
     except ValueError as e:
         pytest.skip(f'{kernel} cannot run here: {e}')
     bias = (n_layer + N) % 2 == 0
-    model = tiny(mode, N, n_layer=n_layer, bias=bias, kernel=kernel)
+    model = tiny(mode, N, dtype, n_layer=n_layer, bias=bias, kernel=kernel)
     idx, targets = tokens(), tokens()
     logits, grads = gradients(model, idx, targets)
 
-    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    leaves = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     expected, loss = reference.logits_and_loss(leaves, asdict(model.config), idx, targets)
     loss.backward()
-    assert logits.shape == (2, T, V) and close(logits, expected.detach())
+    assert logits.shape == (2, T, V) and close(logits, expected.detach(), tolerance)
     for name, p in leaves.items():
-        assert close(grads[name], p.grad), name
+        assert close(grads[name], p.grad, tolerance), name
         assert p.grad.abs().max() > 0, f'{name}: a gradient of zero proves nothing'
 
 
