@@ -113,25 +113,25 @@ def _one(h, sublayers, query, S, eps):
     """ The same for one token, in as few operations as possible: in decoding, launching them is all the cost.
 
     Row i of `long` is source v_i with sqrt(D eps) behind it, so its norm is sqrt(D) / r_i; query carries that sqrt(D).
-    The last row in use, `into`, is the newest source or the sum in progress. A view costs as much as a sum, and asking
-    for a shape does, too: both are done once for all where they can be.
+    Every read is of all rows: those without a source yet score minus infinity, which costs less than a view.
     """
-    L, D, shape, dtype, n = len(sublayers), h.size(-1), h.shape, h.dtype, 0
-    long = torch.full((L // S + 2, D + 1), (D * eps) ** 0.5, dtype=torch.promote_types(dtype, torch.float32),
-                      device=h.device)
-    v, norm, query, y = long[:, :D], long.new_empty(len(long)), (query * D ** 0.5).to(long.dtype).unbind(), h
-    each_long, each_v, each_norm = long.unbind(), v.unbind(), norm.unbind()
+    L, D, shape, dtype = len(sublayers), h.size(-1), h.shape, h.dtype
+    N, wide = 1 + -(-L // S), torch.promote_types(dtype, torch.float32)
+    long = h.new_zeros(N, D + 1, dtype=wide)
+    long[:, D] = (D * eps) ** 0.5
+    v, norm, query, y, n = long[:, :D], h.new_ones(N, dtype=wide), (query * D ** 0.5).to(wide).unbind(), h, -1
+    each_long, each_v, each_norm, v_t = long.unbind(), v.unflatten(1, shape).unbind(), norm.unbind(), v.t()
+    unborn = h.new_full((N, N), -torch.inf, dtype=wide).triu(1).unbind()
     for l in range(L + 1):
         if l == 0 or (l - 1) % S == 0:
-            into = each_v[n].copy_(y.reshape(D))
             n += 1
-            source, norms = v[:n], norm[:n]
+            into = each_v[n].copy_(y)  # the newest source, or the sum in progress
         else:
-            into += y.reshape(D)
-        torch.linalg.vector_norm(each_long[n - 1], out=each_norm[n - 1])
+            into += y
+        torch.linalg.vector_norm(each_long[n], out=each_norm[n])
         if l > 0:  # read 0 sees the embedding alone: h stays
-            a = torch.mv(source, query[l]).div_(norms).softmax(0)  # (n,)
-            h = torch.mv(source.t(), a).view(shape)
+            a = torch.addmv(unborn[n], v, query[l]).div_(norm).softmax(0)  # (N,)
+            h = torch.mv(v_t, a).view(shape)
             h = h if h.dtype == dtype else h.to(dtype)
         if l < L:
             y = sublayers[l](h)
