@@ -94,8 +94,7 @@ class TrainConfig(GPTConfig):
 GOLDEN = (math.sqrt(5) - 1) / 2
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # Keys that a resumed run may change; all others define it.
-FREE = {'out_dir', 'resume', 'overwrite', 'device', 'compile', 'kernel', 'recompute', 'log_interval', 'patience',
-        'nonfinite'}
+FREE = set('out_dir resume overwrite device compile kernel recompute log_interval patience nonfinite'.split())
 
 
 # -----------------------------------------------------------------------------
@@ -213,8 +212,7 @@ class Data:
 
     def windows(self, split, starts):
         """ Inputs and targets (B, n_ctx): tokens[s : s + n_ctx] and tokens[s + 1 : s + n_ctx + 1] for each start s. """
-        both = self.read(split, starts[:, None] + np.arange(self.cfg.n_ctx + 1))
-        both = torch.from_numpy(both.astype(np.int64))
+        both = torch.from_numpy(self.read(split, starts[:, None] + np.arange(self.cfg.n_ctx + 1)).astype(np.int64))
         if self.device.type == 'cuda':
             both = both.pin_memory().to(self.device, non_blocking=True)
         return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
@@ -321,6 +319,10 @@ def first_model(cfg, data):
     return GPT.from_pretrained(cfg.init_from, **asdict(model))
 
 
+class Diverged(RuntimeError):
+    """ A loss or a gradient is not finite. """
+
+
 class Run:
     """ A run under way: what it trains (model, optimizer, data) and how far it is (now). """
     def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False, label=''):
@@ -383,9 +385,8 @@ class Run:
             self.standing = f'{self.ckpt} holds step {self.now.step}, the last good state'
             self.say(f'resumed at step {self.now.step}')
         else:
-            if self.rank == 0:
-                with suppress(FileNotFoundError):
-                    os.remove(self.best)
+            if self.rank == 0 and os.path.exists(self.best):
+                os.remove(self.best)
             self.save()
         self.write('w')  # what was logged after the checkpoint happens again
 
@@ -430,7 +431,7 @@ class Run:
         """ Evaluates, logs, saves. """
         now, val = self.now, self.evaluate()
         if not math.isfinite(val):
-            raise RuntimeError(f'validation loss {val} at step {now.step}; {self.standing}; try a lower learning_rate')
+            raise Diverged(f'validation loss {val} at step {now.step}; {self.standing}; try a lower learning_rate')
         mean = now.loss_sum / now.loss_count if now.loss_count else None
         now.history.append([now.step, val, mean, now.seconds])
         now.loss_sum, now.loss_count, now.since = 0.0, 0, now.since + 1
@@ -466,8 +467,8 @@ class Run:
         elif cfg.nonfinite == 'skip' or math.isfinite(loss) and self.scaler.is_enabled():  # float16 overflows at times
             now.skipped += 1
         else:
-            raise RuntimeError(f'loss {loss:.4g}, gradient norm {norm:.4g} at step {now.step}; {self.standing}; try a '
-                               'lower learning_rate, or --resume --nonfinite=skip')
+            raise Diverged(f'loss {loss:.4g}, gradient norm {norm:.4g} at step {now.step}; {self.standing}; try a '
+                           'lower learning_rate, or --resume --nonfinite=skip')
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         now.step += 1
@@ -517,7 +518,6 @@ def train(cfg, quiet=False, label=''):
         if world > 1:
             dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
         run = Run(cfg, data, dtype, rank, world, quiet, label)
-        now = run.now
         try:
             run.warm_up()
             run.begin(state)

@@ -63,6 +63,7 @@ def sweep(results, path):
     pyplot = plt()
     figure, ax = pyplot.subplots(figsize=(5, 3.6), layout='constrained')
     for i, (label, by) in enumerate(results['final_loss'].items()):
+        by = {value: [np.nan if y is None else y for y in losses] for value, losses in by.items()}  # None: diverged
         ax.plot(range(len(by)), [statistics.mean(v) for v in by.values()], color=COLOURS[i % len(COLOURS)], lw=1.6,
                 label=label)
         ax.plot([x for x, v in enumerate(by.values()) for _ in v], [y for v in by.values() for y in v], 'o', ms=3.5,

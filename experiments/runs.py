@@ -19,7 +19,7 @@ import torch
 import config as configuration
 from data.prepare import load
 from experiments.common import environment, mode_keys, preset, table, write_json
-from train import FREE, TrainConfig, pick_device, pick_dtype, train
+from train import FREE, Diverged, TrainConfig, pick_device, pick_dtype, train
 
 
 @dataclass
@@ -28,6 +28,7 @@ class RunsConfig(TrainConfig):
     modes: str = 'standard,full,block'  # what to compare: residual rules; block:N fixes the number of residual blocks
     seeds: int = 1  # paired runs of each mode, with seeds seed, seed + 1, ...
     workers: int = 0  # runs at the same time, sharing the threads; 0: on a CPU one a core, else 1
+    goes_on = False  # no setting: whether a run that diverges is a result, its final loss being None
 
     def __post_init__(self):
         super().__post_init__()
@@ -97,7 +98,7 @@ def kept(folder):
         return json.load(f) | {'out_dir': folder}
 
 
-def run(cfg, folder, title, label=''):
+def run(cfg, folder, title, label='', goes_on=False):
     """ Trains cfg in folder, from its checkpoint if it has one, and keeps the result there. """
     print(title, flush=True)
     if cfg.overwrite:
@@ -105,7 +106,13 @@ def run(cfg, folder, title, label=''):
             os.remove(os.path.join(folder, 'result.json'))
     unfinished = os.path.exists(os.path.join(folder, 'ckpt.pt')) and not cfg.overwrite
     change = {'out_dir': folder, 'resume': unfinished, 'overwrite': not unfinished}
-    result = train(replace(canonical(cfg), **change), label=label)
+    try:
+        result = train(replace(canonical(cfg), **change), label=label)
+    except Diverged as e:
+        if not goes_on:
+            raise
+        print(f'{label}diverged: {e}')
+        result = {'final_loss': None, 'diverged': str(e), 'stopped': None}
     if result['stopped']:
         print(f'{result["stopped"]}: the same command{" without --overwrite" * cfg.overwrite} goes on from here')
         raise SystemExit(130)
@@ -164,7 +171,8 @@ def run_all(todo, cfg):
     folders = [os.path.join(cfg.out_dir, 'runs', f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}')
                for _, c in todo]
     unique = {folder: pair for folder, pair in zip(folders, todo, strict=True)}
-    new = [folder for folder in unique if cfg.overwrite or kept(folder) is None]
+    new = [folder for folder in unique if cfg.overwrite or (result := kept(folder)) is None
+           or 'diverged' in result and not cfg.goes_on]
     if len(new) < len(unique):
         print(f'{len(unique) - len(new)} of {len(unique)} runs are kept from an earlier call')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
@@ -172,7 +180,7 @@ def run_all(todo, cfg):
     calls = []
     for i, folder in enumerate(new, 1):
         (label, c), number = unique[folder], f'[{i}/{len(new)}] '
-        calls.append((c, folder, f'{number}{label}, seed {c.seed}', number if workers > 1 else ''))
+        calls.append((c, folder, f'{number}{label}, seed {c.seed}', number if workers > 1 else '', cfg.goes_on))
     if workers > 1:
         side_by_side(calls, workers, max(1, cores // workers))
     else:

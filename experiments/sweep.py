@@ -6,6 +6,7 @@ Trains the residual rules over several values of one key: where is each at its b
 
 With learning_rate, min_lr keeps its share of it.
 """
+import math
 from dataclasses import dataclass, fields
 from statistics import mean
 
@@ -23,6 +24,7 @@ KEYS = {f.name: f.type for f in fields(TrainConfig)
 class SweepConfig(RunsConfig):
     vary: str = 'learning_rate=1e-3,2e-3,4e-3,8e-3'  # KEY=VALUE,VALUE,...: every mode is trained with each value
     seeds: int = 2  # paired runs of each mode and value
+    goes_on = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -41,36 +43,46 @@ class SweepConfig(RunsConfig):
         return {key: value} | ({'min_lr': value * share} if key == 'learning_rate' else {})
 
 
+def average(losses):
+    """ Their mean; infinite if a run diverged. """
+    return math.inf if None in losses else mean(losses)
+
+
+def difference(losses, base):
+    """ The mean paired difference and its 95 % interval, in words. """
+    if None in losses + base:
+        return 'none (diverged)'
+    d, half = paired(losses, base)
+    return f'{d:+.4f}' + (f' +- {half:.4f}' if half is not None else '')
+
+
 def cells(data):
     """ The table: a row a value, a column a mode, then the paired differences from the base. """
     loss, base = data['final_loss'], data['base']
     others = [label for label in loss if label != base]
     rows = [(data['vary'].partition('=')[0], *loss, *(f'{label} - {base}' for label in others))]
     for value in loss[base]:
-        row = [value, *(f'{mean(loss[label][value]):.4f}' for label in loss)]
-        for label in others:
-            d, half = paired(loss[label][value], loss[base][value])
-            row.append(f'{d:+.4f}' + (f' +- {half:.4f}' if half is not None else ''))
-        rows.append(tuple(row))
+        rows.append((value, *('diverged' if None in loss[k][value] else f'{mean(loss[k][value]):.4f}' for k in loss),
+                     *(difference(loss[label][value], loss[base][value]) for label in others)))
     return rows
 
 
 def verdicts(data):
     """ A sentence a mode: its best value, the difference from the base there, at the base's best, each at its own. """
     loss, base, key = data['final_loss'], data['base'], data['vary'].partition('=')[0]
-    best = {label: min(by, key=lambda v, by=by: mean(by[v])) for label, by in loss.items()}
+    best = {label: min(by, key=lambda v, by=by: average(by[v])) for label, by in loss.items()}
     values = list(loss[base])
 
     def at(value):
         edge = KEYS[key] in (int, float) and value in (values[0], values[-1])
         return value + (' (an end of what was tried)' if edge else '')
-    out = [f'{base} is at its best with {key} {at(best[base])}: {mean(loss[base][best[base]]):.4f}']
+    out = [f'{base} is at its best with {key} {at(best[base])}: {average(loss[base][best[base]]):.4f}']
     for label in (label for label in loss if label != base):
         pairs = [(best[label], best[label]), (best[base], best[base]), (best[label], best[base])]
-        (own, _), (theirs, _), (each, half) = (paired(loss[label][a], loss[base][b]) for a, b in pairs)
-        out.append(f'{label} is at its best with {at(best[label])}: {mean(loss[label][best[label]]):.4f}; {label} - '
-                   f'{base} there {own:+.4f}, at the best of {base} {theirs:+.4f}, each at its own best {each:+.4f}'
-                   + (f' +- {half:.4f} (95 %)' if half is not None else ''))
+        own, theirs, each = (difference(loss[label][a], loss[base][b]) for a, b in pairs)
+        out.append(f'{label} is at its best with {at(best[label])}: {average(loss[label][best[label]]):.4f}; {label} - '
+                   f'{base} there {own}, at the best of {base} {theirs}, each at its own best {each}'
+                   + ' (95 %)' * ('+-' in each))
     return out
 
 

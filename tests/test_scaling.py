@@ -8,7 +8,7 @@ import pytest
 import compare
 from experiments import common, pictures, runs, scaling, sweep
 from experiments.runs import RunsConfig
-from train import TrainConfig
+from train import Diverged, TrainConfig
 
 SMALL = ['--n_ctx=16', '--batch_size=2', '--max_iters=2', '--eval_iters=1', '--workers=1', '--kernel=reference',
          '--warmup_iters=1']
@@ -109,6 +109,31 @@ def test_sweep_runs(tmp_path, monkeypatch):
     compare.main(args)
     assert len(seen) == 8  # kept
     assert (tmp_path / 'sweep.png').stat().st_size > 10_000
+
+
+def test_a_sweep_goes_on_where_a_run_diverges_and_a_comparison_does_not(tmp_path, monkeypatch, capsys):
+    seen, finite = [], fake([], lambda c: c.learning_rate)
+
+    def diverging(c, **keys):
+        seen.append(c)
+        if c.learning_rate == 2 and c.residual == 'standard':
+            os.makedirs(c.out_dir, exist_ok=True)
+            raise Diverged('loss nan at step 3')
+        return finite(c, **keys)
+    monkeypatch.setattr(runs, 'train', diverging)
+    args = ['config/compare_cpu.toml', '--modes=full,standard', *SMALL, f'--out_dir={tmp_path}']
+    for _ in range(2):
+        data = compare.main(['sweep', '--vary=learning_rate=1,2', '--learning_rate=4', '--min_lr=2', *args])
+        assert len(seen) == 8  # what diverged is kept, too
+    assert data['final_loss'] == {'full': {'1': [1.0, 1.0], '2': [2.0, 2.0]},
+                                  'standard': {'1': [1.0, 1.0], '2': [None, None]}}
+    assert sweep.cells(data)[2] == ('2', '2.0000', 'diverged', 'none (diverged)')
+    assert 'standard is at its best with learning_rate 1 ' in sweep.verdicts(data)[0]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)['final_loss']
+    assert (tmp_path / 'sweep.png').stat().st_size > 10_000
+    with pytest.raises(SystemExit) as stop:
+        compare.main([*args, '--learning_rate=2', '--min_lr=1', '--noise=false'])  # the same runs
+    assert stop.value.code == 1 and 'loss nan at step 3' in capsys.readouterr().err and len(seen) > 8
 
 
 def test_sweep_compares_each_mode_at_its_best():
