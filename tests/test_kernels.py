@@ -83,7 +83,12 @@ def test_low_precision_is_as_good_as_the_rule_written_out(S, dtype):
     runs = [n.run(S, f) for n, f in ((exact, reference.depth_attention), (net, None), (net, obvious))]
     assert runs[1].dtype == dtype
     exact, fast, plain = [[out.detach(), *n.grads(out)] for n, out in zip((exact, net, net), runs, strict=True)]
-    for e, a, b in zip(exact, fast, plain, strict=True):
+    with torch.no_grad():  # each token alone, as in decoding
+        tokens = [kernels.depth_attention(h, net.sublayers, net.query, S, EPS, 'torch')
+                  for h in net.h.view(-1, 48).split(1)]
+    assert tokens[0].dtype == dtype
+    alone = torch.cat(tokens).view(4, 33, 48)
+    for e, a, b in zip([exact[0], *exact], [alone, *fast], [plain[0], *plain], strict=True):
         def error(x, e=e):
             return (x.double() - e).norm()
         assert error(a) <= 2 * error(b) + torch.finfo(dtype).eps * e.norm()
