@@ -57,6 +57,17 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
      'torch.load(path, map_location=device)'): 'the default since torch 2.6',
     ('GPT.sublayers', 'checkpoint', 'False', 'True'): 'the other implementation, with the same gradients',
     ('GPT.sublayers', 'checkpoint', 'partial(checkpoint, f, use_reentrant=False)', 'partial(checkpoint, f)'): 'same',
+    ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
+    ('_one', 'long = ', '1', '2'): 'one more column, whose square makes eps twice as large: far below rounding',
+    ('_one', 'unbind', '(query * D ** 0.5).to(wide).unbind()', '(query * D ** 0.5).to(wide)'): 'the same rows',
+    ('_one', 'unbind', 'long.unbind()', 'long'): 'the same rows',
+    ('_one', 'unbind', 'v.unflatten(1, shape).unbind()', 'v.unflatten(1, shape)'): 'the same rows',
+    ('_one', 'unbind', 'norm.unbind()', 'norm'): 'the same numbers',
+    ('_one', 'unborn', 'h.new_full((N, N), -torch.inf, dtype=wide).triu(1).unbind()',
+     'h.new_full((N, N), -torch.inf, dtype=wide).triu(1)'): 'the same rows',
+    ('_one', 'read 0', 'l > 0', 'True'): 'read 0 sees one source: its weight is 1',
+    ('_one', 'read 0', 'l > 0', '(l >= 0)'): 'read 0 sees one source: its weight is 1',
+    ('_one', 'h.dtype', 'h if h.dtype == dtype else h.to(dtype)', 'h.to(dtype)'): 'the same, for the price of a call',
 }
 PAIRS = 'Add Sub, Mult Div, FloorDiv Mod, BitOr BitAnd, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or'
 SWAP = {getattr(ast, a): getattr(ast, b) for pair in PAIRS.split(', ') for a, b in itertools.permutations(pair.split())}
