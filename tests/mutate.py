@@ -58,7 +58,6 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('GPT.sublayers', 'checkpoint', 'False', 'True'): 'the other implementation, with the same gradients',
     ('GPT.sublayers', 'checkpoint', 'partial(checkpoint, f, use_reentrant=False)', 'partial(checkpoint, f)'): 'same',
     ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
-    ('_one', 'long = ', '1', '2'): 'one more column, whose square makes eps twice as large: far below rounding',
     ('_one', 'unbind', '(query * D ** 0.5).to(wide).unbind()', '(query * D ** 0.5).to(wide)'): 'the same rows',
     ('_one', 'unbind', 'long.unbind()', 'long'): 'the same rows',
     ('_one', 'unbind', 'v.unflatten(1, shape).unbind()', 'v.unflatten(1, shape)'): 'the same rows',
