@@ -179,7 +179,7 @@ def _torch_read(y: Tensor, query: Tensor, source: Tensor, alpha: Tensor, rstd: T
     alpha[rows] = a
     h = v * a[-1].unsqueeze(1)
     for i, a_i in zip(new, a[len(old):-1], strict=True):
-        h.addcmul_(source[i].to(v.dtype), a_i.unsqueeze(1))
+        h.addcmul_(source[i], a_i.unsqueeze(1))
     if old:
         h.addcmul_(far[:, l - first], a[:len(old)].sum(0).unsqueeze(1))
     return h.to(source.dtype)
@@ -202,16 +202,15 @@ def _torch_source(dh: Tensor, h: Tensor, query: Tensor, source: Tensor, alpha: T
     dh = dh.to(v.dtype)
     torch.sum(dh * h, -1, out=dots[CHUNK, l])
     torch.sum(dh * v, -1, out=dots[c, l])
-    if near > l + 1:
-        d = torch.bmm(v.unsqueeze(1), source[l + 1:near].to(v.dtype).permute(1, 2, 0))  # (T, 1, reads)
-        dots[c, l + 1:near] = d[:, 0].t()
+    d = torch.bmm(v.unsqueeze(1), source[l + 1:near].to(v.dtype).permute(1, 2, 0))  # (T, 1, reads)
+    dots[c, l + 1:near] = d[:, 0].t()
     dz = (dots[c, l:end] - dots[CHUNK, l:end]).mul_(a).mul_(rstd[l])  # (reads, T), times r
     dq[l:end].addmm_(dz, v)
     dv = dz.t() @ query[l:end].to(v.dtype)
     dv.addcmul_(v, (v * dv).sum(-1, keepdim=True).mul_(r).mul_(r).mul_(-1 / D))
     row.copy_(dh)
     for i in range(l, near):
-        dv.addcmul_(source[i].to(v.dtype), a[i - l].unsqueeze(1))
+        dv.addcmul_(source[i], a[i - l].unsqueeze(1))
     if near < end:
         dv.add_(far[:, c])
     if later is not None:
@@ -309,7 +308,7 @@ if triton is not None:
         rstd = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
         return x * rstd, rstd
 
-    @triton.jit(do_not_specialize=["R", "n"])
+    @triton.jit(do_not_specialize=["R", "n"], do_not_specialize_on_alignment=["mean_lse", "lse"])
     def _read_kernel(v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, R, n, eps, norm_eps,
                      S: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
         """ h[k] = mean of n sources, and of mean[k], by query k < S;  total = v[n-1] + new;  y = LayerNorm(h[0]) """
@@ -358,7 +357,8 @@ if triton is not None:
             g, t = _put(g, i, g[i] + alpha * dh + c[i] * q), _put(t, i, t[i] + dz * z)
         return g, t, c
 
-    @triton.jit(do_not_specialize=["R", "M", "ROWS"])
+    @triton.jit(do_not_specialize=["R", "M", "ROWS"],
+                do_not_specialize_on_alignment=["stats", "coef", "lse", "own_stats"])
     def _source_kernel(v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats, sums, R, M, ROWS, eps,
                        norm_eps, N: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
         """
@@ -428,7 +428,8 @@ def _launch(kernel, programs, *args, **compiled):
             return (*a, *a[-1:] * (-len(a) % min(8, triton.next_power_of_2(len(a)))))
         return None if isinstance(a, list) or torch.is_tensor(a) and not a.numel() else a
     if not isinstance(args[0][0], FakeTensor):                      # torch.compile asks for shapes only
-        kernel[(programs,)](*map(given, args), **compiled)
+        with torch.cuda.device_of(args[0][0]):                      # Triton launches on the current device
+            kernel[(programs,)](*map(given, args), **compiled)
 
 
 def _op(function):

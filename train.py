@@ -105,10 +105,10 @@ def pick_device(name):
     given = name
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if name == 'cuda' and 'LOCAL_RANK' in os.environ:  # torchrun's: one process, one GPU
-        name = f'cuda:{os.environ["LOCAL_RANK"]}'
     try:
         device = torch.device(name)
+        if name == 'cuda' and 'LOCAL_RANK' in os.environ:  # torchrun's: one process, one GPU, also for NCCL
+            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise ValueError(f'device={given!r}: must be usable here ({str(e).splitlines()[0]}); auto picks one') from e
@@ -411,7 +411,7 @@ class Run:
                  f'{path if hasattr(self.model.residual, "attend") else "none"}, compile {"on" if compiled else "off"}')
         self.say(f'{cfg.max_iters} steps of {self.tokens:,} tokens, about {seconds * 1e3:.0f} ms each: '
                  f'{seconds * cfg.max_iters / 60:.1f} minutes; {gib:.2f} GiB' + ('' if cuda else ' and activations'))
-        ids = [self.device.index] if cuda else None
+        ids = [torch.cuda.current_device()] if cuda else None
         self.team_net = nn.parallel.DistributedDataParallel(self.net, ids) if self.world > 1 else self.net
 
     @torch.no_grad()

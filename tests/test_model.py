@@ -100,22 +100,24 @@ EVERY = [pytest.param(kernel, n, mode, N, marks=[pytest.mark.slow] if kernel == 
 
 @pytest.mark.parametrize('kernel, n_layer, mode, N', EVERY)
 def test_logits_and_all_gradients_equal_the_oracle(kernel, n_layer, mode, N):
-    dtype, tolerance = (torch.float32, 1e-4) if kernel == 'triton' else (torch.float64, 1e-10)
+    dtype, tolerance, device = torch.float64, 1e-10, 'cpu'
+    if kernel == 'triton':
+        dtype, tolerance, device = torch.float32, 1e-4, 'cuda' if torch.cuda.is_available() else 'cpu'
     try:
-        kernels.choose(kernel, torch.zeros(2, T, D, dtype=dtype))
+        kernels.choose(kernel, torch.zeros(2, T, D, dtype=dtype, device=device))
     except ValueError as e:
         pytest.skip(f'{kernel} cannot run here: {e}')
     bias = (n_layer + N) % 2 == 0
-    model = tiny(mode, N, dtype, n_layer=n_layer, bias=bias, kernel=kernel)
+    model = tiny(mode, N, dtype, n_layer=n_layer, bias=bias, kernel=kernel).to(device)
     idx, targets = tokens(), tokens()
-    logits, grads = gradients(model, idx, targets)
+    logits, grads = gradients(model, idx.to(device), targets.to(device))
 
-    leaves = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    leaves = {name: p.detach().cpu().double().requires_grad_() for name, p in model.named_parameters()}
     expected, loss = reference.logits_and_loss(leaves, asdict(model.config), idx, targets)
     loss.backward()
-    assert logits.shape == (2, T, V) and close(logits, expected.detach(), tolerance)
+    assert logits.shape == (2, T, V) and close(logits.cpu(), expected.detach(), tolerance)
     for name, p in leaves.items():
-        assert close(grads[name], p.grad, tolerance), name
+        assert close(grads[name].cpu(), p.grad, tolerance), name
         assert p.grad.abs().max() > 0, f'{name}: a gradient of zero proves nothing'
 
 

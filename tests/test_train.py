@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -420,6 +421,16 @@ def test_unwritable_folders(out_dir, config, root):
     (root / 'file').write_text('')
     with pytest.raises(ValueError, match='out_dir=.*must be a writable folder'):
         T.train(config(out_dir=str(root / out_dir)), quiet=True)
+
+
+def test_torchrun_gives_each_process_a_gpu_of_its_own(monkeypatch):
+    seen = []
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    monkeypatch.setattr(torch.cuda, 'set_device', seen.append)
+    for name in ('cuda', 'cuda:0', 'cpu'):
+        with suppress(ValueError):  # where there is no GPU
+            T.pick_device(name)
+    assert seen == [1]
 
 
 # ---- guards

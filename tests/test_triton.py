@@ -4,6 +4,7 @@ How much a low-precision result may err follows from how much the plain rule err
 """
 import os
 import re
+from contextlib import contextmanager
 
 import numpy
 import pytest
@@ -358,9 +359,9 @@ def count(L, S, D=768, tokens=12 * 1024):
     """u per token of a whole forward and backward in bfloat16, at full size: no number is computed"""
     u = tokens * D * 2
     with FakeTensorMode():
-        h = torch.empty(tokens, D, dtype=torch.bfloat16, requires_grad=True)
-        query = torch.empty(L + 1, D, requires_grad=True)
-        fs = [Sublayer(*torch.empty(4, D, requires_grad=True)) for _ in range(L)]
+        h = torch.empty(tokens, D, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        query = torch.empty(L + 1, D, device=DEVICE, requires_grad=True)
+        fs = [Sublayer(*torch.empty(4, D, device=DEVICE, requires_grad=True)) for _ in range(L)]
         try:
             kernels.traffic = launches = []
             out = kernels.on_triton(h, fs, query, S, EPS)
@@ -399,6 +400,20 @@ def test_unsupported_input_is_named(change, message):
     inputs = {k: t.to(DEVICE) if torch.is_tensor(t) else t for k, t in inputs.items()}
     with pytest.raises(ValueError, match=message):
         kernels.on_triton(**inputs)
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
+    happened = []
+
+    @contextmanager
+    def device_of(x):
+        happened.append(x)
+        yield
+        happened.append('back')
+    monkeypatch.setattr(torch.cuda, 'device_of', device_of)
+    x = torch.zeros(1)
+    kernels._launch({(1,): lambda *args: happened.append('launch')}, 1, [x])
+    assert happened == [x, 'launch', 'back']
 
 
 def test_missing_triton_is_named(monkeypatch):
