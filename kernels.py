@@ -245,8 +245,7 @@ class _TorchRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, query, source, alpha, rstd, far, l, S, eps, *tape):
         step = _torch_read_op if torch.compiler.is_compiling() else _torch_read
-        with torch.autocast(y.device.type, enabled=False):
-            h = step(y.reshape(source[0].shape), query, source, alpha, rstd, far, l, S, eps).view(y.shape)
+        h = step(y.reshape(source[0].shape), query, source, alpha, rstd, far, l, S, eps).view(y.shape)
         ctx.save_for_backward(h, query)
         ctx.set_materialize_grads(False)
         ctx.kept, ctx.args, ctx.dtype = (source, alpha, rstd), (l, S), y.dtype
