@@ -43,6 +43,11 @@ def paired(values, base):
     return statistics.mean(d), t * statistics.stdev(d) / len(d) ** 0.5
 
 
+def signed(difference, half):
+    """ What paired found, as text. """
+    return f'{difference:+.4f}' + (f' +- {half:.4f}' if half is not None else '')
+
+
 def write_json(path, value):
     """ Writes value whole or not at all; ValueError if it cannot be written. """
     try:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import config as configuration
 from data.prepare import load
 from experiments import depth, measure, pictures
-from experiments.common import environment, paired, table, write_json
+from experiments.common import environment, paired, signed, table, write_json
 from experiments.runs import RunsConfig, partition, run_all, settings
 from model import RESIDUALS, load_checkpoint
 from sample import SampleConfig, sample
@@ -64,7 +64,7 @@ def verdicts(data):
         if half is None:
             text = f'{label} - {base}: {d:+.4f} from one seed, which shows no spread; --seeds=5 shows it'
         else:
-            text = f'{label} - {base}: {d:+.4f} +- {half:.4f} (95 %, paired over {len(m["final_loss"])} seeds), ' + (
+            text = f'{label} - {base}: {signed(d, half)} (95 %, paired over {len(m["final_loss"])} seeds), ' + (
                 'not distinguishable from zero' if abs(d) <= half
                 else f'consistent, but smaller than the seed spread of {base} ({spread:.4f})' if abs(d) < spread
                 else f'{"lower" if d < 0 else "higher"} loss, beyond the seed spread of {base} ({spread:.4f})')
@@ -95,8 +95,7 @@ def cells(data):
     out = [('mode', 'parameters', 'first loss', 'final loss', 'best loss', f'final - {base}', 'ms/step',
             data['memory'])]
     for label, m in rows.items():
-        gap = '' if label == base else f'{m["difference"]:+.4f}'
-        gap += f' +- {m["half_width"]:.4f}' if gap and m['half_width'] is not None else ''
+        gap = '' if label == base else signed(m['difference'], m['half_width'])
         show = [f'{statistics.mean(v):.4f}' + (f' (sd {statistics.stdev(v):.4f})' if len(v) > 1 else '')
                 for v in (m['final_loss'], m['best_loss'])]
         k = m['cost']

@@ -12,7 +12,7 @@ from statistics import mean
 
 import config as configuration
 from experiments import pictures
-from experiments.common import paired
+from experiments.common import paired, signed
 from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
 from train import FREE, TrainConfig
 
@@ -52,8 +52,7 @@ def difference(losses, base):
     """ The mean paired difference and its 95 % interval, in words. """
     if None in losses + base:
         return 'none (diverged)'
-    d, half = paired(losses, base)
-    return f'{d:+.4f}' + (f' +- {half:.4f}' if half is not None else '')
+    return signed(*paired(losses, base))
 
 
 def cells(data):
