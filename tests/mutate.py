@@ -11,6 +11,7 @@ import ast
 import collections
 import contextlib
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -76,7 +77,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('_TorchRead.backward', 'step = ', '_torch_source_op if torch.compiler.is_compiling() else _torch_source',
      '_torch_source_op'): 'the same function, for the price of a call',
     ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
-    ('_one', 'unbind', '(query * D ** 0.5).to(wide).unbind()', '(query * D ** 0.5).to(wide)'): 'the same rows',
+    ('_one', 'unbind', '(query.to(wide) * D ** 0.5).unbind()', 'query.to(wide) * D ** 0.5'): 'the same rows',
     ('_one', 'unbind', 'long.unbind()', 'long'): 'the same rows',
     ('_one', 'unbind', 'v.unflatten(1, shape).unbind()', 'v.unflatten(1, shape)'): 'the same rows',
     ('_one', 'unbind', 'norm.unbind()', 'norm'): 'the same numbers',
@@ -221,6 +222,7 @@ def main():
     if args.list:
         return print(*map(show, todo), sep='\n')
     torch.set_num_threads(1)  # before the fork
+    gc.freeze()  # a collection in a forked process would copy every page of this one
     survivors, rest = [], [m for m in todo if m not in known]
     with multiprocessing.get_context('fork').Pool(args.jobs, maxtasksperchild=1) as pool:
         same = {m[0]: (m[0], '', 0, (ROOT / m[0]).read_bytes(), '', '', m[6]) for m in todo}

@@ -95,6 +95,24 @@ def test_low_precision_is_as_good_as_the_rule_written_out(S, dtype):
 
 
 @pytest.mark.parametrize('S', [1, 3])
+@pytest.mark.parametrize('tokens', [1, 3])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_low_precision_rounds_only_the_result(dtype, tokens, S):
+    """Sources whose sums are exact in any dtype: scores and weights are float32, so only h is rounded, once."""
+    g = torch.Generator().manual_seed(5)
+    v = torch.randint(-3, 4, (13, tokens, 48), generator=g).double()
+    query = torch.randn(13, 48, generator=g).to(dtype).double()
+
+    def run(dtype, f):
+        return f(v[0].to(dtype), [lambda h, y=y: y.to(dtype) for y in v[1:]], query.to(dtype), S, EPS)
+    with torch.no_grad():
+        out = run(dtype, lambda *a: kernels.depth_attention(*a, 'torch'))
+        want = run(torch.float64, reference.depth_attention)
+    assert out.dtype == dtype
+    assert torch.allclose(out.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize('S', [1, 3])
 def test_autocast_and_mixed_dtypes(S):
     """Scores stay float32 under autocast; sublayers may answer in another dtype than the embedding has."""
     net = Net(7, 16, torch.float32)
