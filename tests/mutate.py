@@ -76,6 +76,13 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('_TorchRead.backward', 'again', 'own.clone() if again else own', 'own.clone()'): 'the same, for a copy',
     ('_TorchRead.backward', 'step = ', '_torch_source_op if torch.compiler.is_compiling() else _torch_source',
      '_torch_source_op'): 'the same function, for the price of a call',
+    ('on_torch', 'T == 1',
+     'T == 1 and (not torch.is_grad_enabled()) and (not torch.is_autocast_enabled(h.device.type))',
+     'False'): 'the same numbers, later',
+    ('on_torch', 'T == 1', '1', '2'): 'the same',
+    ('on_torch', 'T == 1', 'not torch.is_autocast_enabled(h.device.type)', 'torch.is_autocast_enabled(h.device.type)'):
+        'on a CPU autocast leaves addmv and mv alone',
+    ('on_torch', 'T == 1', 'torch.is_autocast_enabled(h.device.type)', 'h.device.type'): 'the same',
     ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
     ('_one', 'unbind', '(query.to(wide) * D ** 0.5).unbind()', 'query.to(wide) * D ** 0.5'): 'the same rows',
     ('_one', 'unbind', 'long.unbind()', 'long'): 'the same rows',
