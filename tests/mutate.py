@@ -83,6 +83,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('on_torch', 'T == 1', 'not torch.is_autocast_enabled(h.device.type)', 'torch.is_autocast_enabled(h.device.type)'):
         'on a CPU autocast leaves addmv and mv alone',
     ('on_torch', 'T == 1', 'torch.is_autocast_enabled(h.device.type)', 'h.device.type'): 'the same',
+    ('on_torch', 'tape', 'zero.to(h.dtype)', 'zero'): 'low precision: autograd casts the buffer, for a copy each read',
     ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
     ('_one', 'unbind', '(query.to(wide) * D ** 0.5).unbind()', 'query.to(wide) * D ** 0.5'): 'the same rows',
     ('_one', 'unbind', 'long.unbind()', 'long'): 'the same rows',

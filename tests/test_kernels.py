@@ -1,6 +1,7 @@
 """kernels.depth_attention against the float64 oracle: values, every gradient, and what autograd may do with it."""
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -325,3 +326,28 @@ def test_operations_are_what_torch_library_expects():
     far, dots, x = torch.randn(T, C, D), torch.randn(C + 1, R, T), torch.randn(T, D)
     torch.library.opcheck(kernels._torch_read_op, (x, query, source, alpha, rstd, far, 2, 1, EPS))
     torch.library.opcheck(kernels._torch_source_op, (x, x, query, source, alpha, rstd, dots, far, query, None, 2, 1))
+
+
+@pytest.mark.parametrize('device, dtype, interpret, installed, refused', [
+    ('cuda', torch.float32, None, True, None), ('cuda', torch.bfloat16, None, True, None),
+    ('cuda', torch.float16, '0', True, None), ('cpu', torch.float32, '1', True, None),
+    ('cuda', torch.float64, None, True, 'tensors are torch.float64; it takes float32, bfloat16 and float16'),
+    ('cpu', torch.float64, '1', True, 'tensors are torch.float64'),
+    ('cpu', torch.float32, None, True, r'tensors are on cpu; it needs CUDA \(or, slowly, TRITON_INTERPRET=1\)'),
+    ('cpu', torch.float32, '0', True, 'tensors are on cpu'),
+    ('cuda', torch.float32, None, False, 'the package triton is not installed'),
+])
+def test_a_path_is_chosen_or_the_refusal_says_why(device, dtype, interpret, installed, refused, monkeypatch):
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    if interpret:
+        monkeypatch.setenv('TRITON_INTERPRET', interpret)
+    monkeypatch.setattr(kernels, 'triton', True if installed else None)
+    h = SimpleNamespace(is_cuda=device == 'cuda', dtype=dtype, device=torch.device(device))
+    assert kernels.choose('torch', h) == 'torch' and kernels.choose('reference', h) == 'reference'
+    assert kernels.choose('auto', h) == ('torch' if refused or device == 'cpu' else 'triton')
+    if refused:
+        message = f"^kernel='triton': cannot run here: {refused}.*; auto picks one that can$"
+        with pytest.raises(ValueError, match=message):
+            kernels.choose('triton', h)
+    else:
+        assert kernels.choose('triton', h) == 'triton'
