@@ -166,7 +166,7 @@ def _torch_read(y: Tensor, query: Tensor, source: Tensor, alpha: Tensor, rstd: T
         return source[l].clone()
 
     def pairs(sources, l):
-        return torch.tensor([_start(i, R, S) + l - i for i in sources], device=alpha.device)
+        return [_start(i, R, S) + l - i for i in sources]
 
     first = l - l % CHUNK
     old, new = [*range(0, first, S)], [i for i in range(first, l) if i % S == 0]
