@@ -112,7 +112,7 @@ class Sampler:
 
 def show_depths(depths, most, colour):
     """ One sign a token, 0 the embedding, then 1 .. 9, a .. z, + in the order of the sources; blue early, red late. """
-    hues = (27, 33, 39, 45, 50, 82, 154, 226, 214, 208, 202, 196)  # of the terminal's 256 colours
+    hues = '27 33 39 45 50 82 154 226 214 208 202 196'.split()  # of the terminal's 256 colours
     paint = '\033[38;5;{hue}m{sign}\033[0m' if colour else '{sign}'
     signs = [paint.format(hue=hues[d * (len(hues) - 1) // max(1, most - 1)],
                           sign='0123456789abcdefghijklmnopqrstuvwxyz+'[min(d, 36)]) for d in depths]

@@ -1,7 +1,9 @@
 """ The sampler: prompts, seeds, its own tokenizer, streaming, the depth line, what it refuses. """
 import io
+import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +137,27 @@ def test_refusals(argv, said, out, capsys):
     assert said in refused(capsys, 2, *([] if 'out_dir' in argv[0] else [f'--out_dir={out}']), *argv)
 
 
+@pytest.mark.parametrize('key, right, wrong', [
+    ('out_dir', ['a', ' a'], ['', ' ', 'a\0b']), ('which', ['best', 'latest'], ['worst']),
+    ('num_samples', [1, 4096], [0, 4097]), ('max_new_tokens', [1, 2**31 - 1], [0, 2**31]),
+    ('seed', [0, 2**63 - 1], [-1, 2**63]), ('temperature', [0.0, 100.0], [-0.1, float('inf')]),
+    ('top_k', [None, 1], [0]), ('top_p', [None, 1.0], [0.0, 1.1])])
+def test_limits(key, right, wrong):
+    for x in right:
+        SampleConfig(**{key: x})
+    for x in wrong:
+        with pytest.raises(ValueError, match=f'^{key}=.*must '):
+            SampleConfig(**{key: x})
+
+
+def test_a_prompt_that_cannot_be_read_says_why(tmp_path):
+    (tmp_path / 'bad.txt').write_bytes(b'\xff')
+    for name, why in (('none.txt', 'No such file or directory'), ('bad.txt', "'utf-8' codec can't decode byte 0xff"),
+                      ('', 'Is a directory')):
+        with pytest.raises(ValueError, match=f'^start=.*: must be a readable UTF-8 file: {why}'):
+            S.read_start(f'FILE:{tmp_path}/{name}')
+
+
 @pytest.mark.parametrize('spoil', [
     lambda s: s | {'tokenizer': {'kind': 'words'}}, lambda s: {k: v for k, v in s.items() if k != 'tokenizer'},
     lambda s: s | {'model_config': s['model_config'] | {'depth': 3}}, lambda s: s | {'model_config': {'n_layer': -1}},
@@ -153,6 +176,29 @@ def test_the_command(out, capsys):
     assert re.fullmatch(r'[\d,]+ tokens/s\n', captured.err)
 
 
+def test_text_streams_and_the_rate_counts_all_samples(out, capsys, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(S, 'time', SimpleNamespace(perf_counter=iter([3, 5]).__next__))
+    monkeypatch.setattr(sys.stdout, 'flush', lambda: flushed.append(1))
+    S.main([f'--out_dir={out}', '--start=abc', '--max_new_tokens=2000', '--num_samples=2', '--device=cpu'])
+    assert capsys.readouterr().err == '2,000 tokens/s\n'
+    assert len(flushed) >= 2001  # the prompt, then each token at once
+
+
+@pytest.mark.parametrize('end, code, said', [
+    (KeyboardInterrupt(), 130, ''), (BrokenPipeError(), 130, ''), (OSError('disk'), 1, 'error: disk\n'),
+    (RuntimeError('no\nroom'), 1, 'error: no'), (ValueError('start=1: must not'), 2, 'error: start=1: must not\n')])
+def test_how_it_ends(end, code, said, out, capsys, monkeypatch):
+    def broken(*_):
+        raise end
+    monkeypatch.setattr(Sampler, '__call__', broken)
+    monkeypatch.setattr(os, '_exit', sys.exit)  # os._exit would end the tests, too
+    with pytest.raises(SystemExit) as e:
+        S.main([f'--out_dir={out}', '--start=a'])
+    err = capsys.readouterr().err
+    assert e.value.code == code and err.startswith(said) and err.count('\n') == bool(said)
+
+
 def test_interactive(out, capsys, monkeypatch):
     monkeypatch.setattr(sys, 'stdin', io.StringIO('abc\nxyz\n\nbad\n'))
     S.main([f'--out_dir={out}', '--interactive', '--max_new_tokens=5'])
@@ -168,7 +214,7 @@ def test_show_depth_is_the_largest_weight_of_the_outputs_read(residual, tmp_path
     sampler = Sampler(cfg)
     out = []
     text = sampler('abc', out.append)[0]
-    assert 'kernel=reference' in capsys.readouterr().err
+    assert 'kernel=reference, the one that shows its weights\n' in capsys.readouterr().err
     line = re.search(r'depth (\w+)\n', ''.join(out))[1]
     seen = []
     model.residual.kernel = 'reference'
@@ -189,4 +235,8 @@ def test_the_depth_line_is_plain_without_a_terminal():
     assert show_depths([0, 3, 12, 40], 41, False).startswith('depth 03c+\n')
     painted = show_depths([0, 3, 12, 40], 41, True)
     assert re.sub(r'\033\[[\d;]*m', '', painted) == show_depths([0, 3, 12, 40], 41, False)
+    assert show_depths([9, 10, 35, 36], 37, False).startswith('depth 9az+\n')
+    assert show_depths([0], 1, False) == 'depth 0\n(0: the embedding, n: the n-th sublayer or residual block)'
+    assert show_depths([0, 20, 40], 41, True).startswith(
+        'depth \033[38;5;27m0\033[0m\033[38;5;82mk\033[0m\033[38;5;196m+\033[0m\n')
     assert painted.count('\033[38;5;') == 4 and len(set(re.findall(r'38;5;(\d+)m', painted))) == 3
