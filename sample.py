@@ -86,7 +86,6 @@ class Sampler:
         w, v = inputs
         self.depth = attend.alpha(w, [source[:1, -1:] for source in v]).argmax(0).item()
 
-    @torch.no_grad()
     def __call__(self, text, write=lambda text: None):
         cfg, tok = self.cfg, self.tokenizer
         try:

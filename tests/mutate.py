@@ -138,13 +138,13 @@ def variants(node):
 
 
 def skipped(tree):
-    """ids of the nodes that are words, not deeds: docstrings, messages of errors, annotations"""
+    """ids of the nodes that are words or choices: docstrings, messages of errors, annotations and their defaults"""
     words = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Raise, ast.JoinedStr)) or type(node) is ast.Expr and type(node.value) is ast.Constant:
             words.append(node)
         elif isinstance(node, ast.AnnAssign):
-            words.append(node.annotation)
+            words += filter(None, [node.annotation, node.value])
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'check':
             words += [node.func, node.args[-1], *(a for a in node.args if isinstance(a, ast.Constant))]
     return {id(x) for word in words for x in ast.walk(word)}
