@@ -168,11 +168,13 @@ def test_foreign_checkpoints(spoil, out, capsys):
     assert len(refused(capsys, 2, f'--out_dir={out}', '--start=a')) < len(out) + 300  # not torch's whole list
 
 
-def test_the_command(out, capsys):
-    S.main([f'--out_dir={out}', '--start=abc', '--max_new_tokens=10', '--num_samples=2', '--device=cpu'])
+def test_the_command(out, capsys, monkeypatch):
+    argv = [f'--out_dir={out}', '--start=abc', '--max_new_tokens=10', '--num_samples=3', '--device=cpu']
+    monkeypatch.setattr(sys, 'argv', ['sample.py', *argv])
+    S.main()
     captured = capsys.readouterr()
     texts = captured.out.split('\n---------------\n')
-    assert texts[:2] == sample(config(out, max_new_tokens=10, num_samples=2)) and texts[2] == ''
+    assert texts[:3] == sample(config(out, max_new_tokens=10, num_samples=3)) and texts[3:] == ['']
     assert re.fullmatch(r'[\d,]+ tokens/s\n', captured.err)
 
 
@@ -199,8 +201,17 @@ def test_how_it_ends(end, code, said, out, capsys, monkeypatch):
     assert e.value.code == code and err.startswith(said) and err.count('\n') == bool(said)
 
 
-def test_interactive(out, capsys, monkeypatch):
-    monkeypatch.setattr(sys, 'stdin', io.StringIO('abc\nxyz\n\nbad\n'))
+def test_help_says_what_it_does(capsys):
+    with pytest.raises(SystemExit) as e:
+        S.main(['--help'])
+    said = capsys.readouterr().out
+    assert not e.value.code and 'Continues a text with a trained model' in said
+    assert 'python sample.py --out' not in said
+
+
+def test_interactive(out, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'p.txt').write_text('bad', encoding='utf-8')
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'abc\nxyz\n\nFILE:{tmp_path}/p.txt\n'))
     S.main([f'--out_dir={out}', '--interactive', '--max_new_tokens=5'])
     captured = capsys.readouterr()
     assert captured.out.count('---------------') == 2 and captured.out.count('> ') == 5
@@ -215,7 +226,7 @@ def test_show_depth_is_the_largest_weight_of_the_outputs_read(residual, tmp_path
     out = []
     text = sampler('abc', out.append)[0]
     assert 'kernel=reference, the one that shows its weights\n' in capsys.readouterr().err
-    line = re.search(r'depth (\w+)\n', ''.join(out))[1]
+    line = re.search(r'\ndepth (\w+)\n', ''.join(out))[1]
     seen = []
     model.residual.kernel = 'reference'
     model.residual.attend.register_forward_hook(lambda m, wv, h: seen.append(m.alpha(*wv)[:, 0].argmax(0)))
@@ -236,6 +247,7 @@ def test_the_depth_line_is_plain_without_a_terminal():
     painted = show_depths([0, 3, 12, 40], 41, True)
     assert re.sub(r'\033\[[\d;]*m', '', painted) == show_depths([0, 3, 12, 40], 41, False)
     assert show_depths([9, 10, 35, 36], 37, False).startswith('depth 9az+\n')
+    assert '38;5;196m' in show_depths([1], 2, True)
     assert show_depths([0], 1, False) == 'depth 0\n(0: the embedding, n: the n-th sublayer or residual block)'
     assert show_depths([0, 20, 40], 41, True).startswith(
         'depth \033[38;5;27m0\033[0m\033[38;5;82mk\033[0m\033[38;5;196m+\033[0m\n')
