@@ -89,7 +89,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('_torch_read', 'strict', 'zip(new, a[len(old):-1], strict=True)', 'zip(new, a[len(old):-1])'): 'equally long',
     ('_torch_read', 'strict', 'True', 'False'): 'equally long by construction',
     ('SampleConfig.__post_init__', 'check_sampling', '1', '2'): 'any valid text and length',
-    ('read_start', 'open', "open(start[5:], encoding='utf-8')", 'open(start[5:])'): 'UTF-8 is the default where tests run',
+    ('read_start', 'open', "open(start[5:], encoding='utf-8')", 'open(start[5:])'): 'the default in the tests',
     ('read_start', 'open', "'utf-8'", "'utf-8_'"): 'the same codec',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'pass'): 'the tests have one device, no dropout',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'self.model.to(self.device)'): 'no dropout',

@@ -162,7 +162,8 @@ def test_a_prompt_that_cannot_be_read_says_why(tmp_path):
     lambda s: s | {'tokenizer': {'kind': 'words'}}, lambda s: {k: v for k, v in s.items() if k != 'tokenizer'},
     lambda s: s | {'model_config': s['model_config'] | {'depth': 3}}, lambda s: s | {'model_config': {'n_layer': -1}},
     lambda s: s | {'model_config': s['model_config'] | {'n_layer': 3}}, lambda s: s | {'tokenizer': {'kind': 'char'}},
-    lambda s: s | {'tokenizer': CharTokenizer('abcdefghijklmnopqrst').state()}, lambda s: [1]])
+    lambda s: s | {'tokenizer': CharTokenizer('abcdefghijklmnopqrst').state()}, lambda s: [1],
+    lambda s: s | {'model': {5: torch.zeros(1)}}])
 def test_foreign_checkpoints(spoil, out, capsys):
     save(spoil(torch.load(out + '/best.pt')), out + '/best.pt')
     assert len(refused(capsys, 2, f'--out_dir={out}', '--start=a')) < len(out) + 300  # not torch's whole list
