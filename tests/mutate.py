@@ -105,7 +105,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
      'zip(decode, new[:, 0].tolist())'): 'equally long',
     ('Sampler.__call__', 'strict', 'zip(texts, pieces, strict=True)', 'zip(texts, pieces)'): 'equally long',
     ('Sampler.__call__', 'strict', 'True', 'False'): 'equally long by construction',
-    ('show_depths', 'signs', "'0123456789abcdefghijklmnopqrstuvwxyz+'", "'0123456789abcdefghijklmnopqrstuvwxyz+_'"):
+    ('show_depths', 'sign=', "'0123456789abcdefghijklmnopqrstuvwxyz+'", "'0123456789abcdefghijklmnopqrstuvwxyz+_'"):
         'one more sign, past the last index',
     ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
     ('_one', 'unbind', '(query.to(wide) * D ** 0.5).unbind()', 'query.to(wide) * D ** 0.5'): 'the same rows',
