@@ -140,6 +140,8 @@ def test_learning_rate():
     assert rates[:10] == sorted(rates[:10]) and rates[9:] == sorted(rates[9:], reverse=True) and min(rates) > 0
     long = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, max_iters=109, lr_decay_iters=209)
     assert learning_rate(long, 109) == pytest.approx(0.55)
+    short = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, max_iters=10)
+    assert learning_rate(short, 9) == 1.0 and learning_rate(short, 10) == pytest.approx(0.1)
     flat = TrainConfig(learning_rate=1.0, decay_lr=False)
     assert {learning_rate(flat, s) for s in (0, 1, 5000)} == {1.0}
 
@@ -341,8 +343,8 @@ def spoil(path, how):
         torch.save({'weights': torch.zeros(3)}, path)
     elif how == 'a list':
         torch.save([1, 2], path)
-    elif how == 'older':
-        torch.save({k: v for k, v in state.items() if k != 'progress'}, path)
+    elif how.startswith('without '):
+        torch.save({k: v for k, v in state.items() if k != how.split()[1]}, path)
     elif how == 'a key more':
         state['run']['momentum'] = state['config']['momentum'] = 3
         torch.save(state, path)
@@ -369,7 +371,11 @@ class Evil:
         'legacy code',
         'foreign',
         'a list',
-        'older',
+        'without run',
+        'without config',
+        'without optimizer',
+        'without scaler',
+        'without progress',
         'a key more',
         'other shape',
         'gone',
@@ -384,29 +390,34 @@ def test_bad_checkpoints_are_refused_in_one_line(how, config, root, monkeypatch,
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.startswith('error: ') and err.count('\n') == 1
     assert ('momentum' if how == 'a key more' else 'ckpt.pt') in err
+    assert how[:7] != 'without' or f'(it lacks {how[8:]})' in err
+    assert ('damage' in err) == (how in ('truncated', 'one bit of a weight', 'empty', 'text', 'legacy code'))
     assert not (root / 'pwned').exists()
 
 
-def test_a_failed_write_leaves_the_old_checkpoint(config, root, monkeypatch):
+@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'),
+                                   RuntimeError('[enforce fail] . No space left\nin 7 frames')])  # as torch says it
+def test_a_failed_write_leaves_the_old_checkpoint(error, config, root, monkeypatch):
     path = str(root / 'a.pt')
     T.save({'x': 1}, path)
 
     def full(state, f):
         f.write(b'half')
-        raise OSError(28, 'No space left on device')
+        raise error
     monkeypatch.setattr(torch, 'save', full)
-    with pytest.raises(RuntimeError, match='a.pt: could not be written .*No space left.*stands'):
+    with pytest.raises(RuntimeError, match=r'a.pt: could not be written \(.*No space left.*\); the one before .*$'):
         T.save({'x': 2}, path)
     assert torch.load(path) == {'x': 1} and not os.path.exists(path + '.tmp')
 
 
 def test_a_checkpoint_is_synced_before_it_takes_the_name(root, monkeypatch):
-    order = []
+    order, path = [], root / 'a.pt'
     for name in ('fsync', 'replace'):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: order.append(name) or real(*a))
-    T.save({'x': 1}, str(root / 'a.pt'))
-    assert order[:2] == ['fsync', 'replace']
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: order.append(
+            (name, os.path.getsize(f'{path}.tmp'))) or real(*a))
+    T.save({'x': 1}, str(path))
+    assert order == [('fsync', path.stat().st_size), ('replace', path.stat().st_size)]  # all of it, not a buffer less
 
 
 def test_one_run_a_folder(config, root):
