@@ -246,7 +246,6 @@ def save(state, path):
     try:
         with open(tmp, 'wb') as f:
             torch.save(state, f)
-            f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
@@ -278,7 +277,7 @@ def read_run(out_dir):
     state = read_checkpoint(path, ('run', 'config', 'optimizer', 'scaler', 'progress'))
     for key in ('run', 'config', 'progress'):
         if not isinstance(state[key], dict) or not state[key]:
-            raise ValueError(f'{path}: not a checkpoint of train.py (its {key} is empty)')
+            raise ValueError(f'{path}: not a checkpoint of train.py (its {key} is empty or no table)')
     return state
 
 

@@ -345,6 +345,8 @@ def spoil(path, how):
         torch.save([1, 2], path)
     elif how.startswith('without '):
         torch.save({k: v for k, v in state.items() if k != how.split()[1]}, path)
+    elif how.startswith('a number as '):
+        torch.save(state | {how.split()[3]: 5}, path)
     elif how == 'a key more':
         state['run']['momentum'] = state['config']['momentum'] = 3
         torch.save(state, path)
@@ -376,6 +378,9 @@ class Evil:
         'without optimizer',
         'without scaler',
         'without progress',
+        'a number as run',
+        'a number as config',
+        'a number as progress',
         'a key more',
         'other shape',
         'gone',
