@@ -95,6 +95,8 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('Data.train_batch', 'place = ', 'np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() + k * GOLDEN',
      '(np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() - k * GOLDEN)'): 'as even, backwards',
     ('Data.train_batch', 'place = ', 'k * GOLDEN', '(k / GOLDEN)'): '1 / GOLDEN is 1 + GOLDEN: the same modulo 1',
+    ('definition', 'old.keys()', 'old.keys()', 'old'): 'a view subtracts from a dict as well',
+    ('definition', 'old.keys()', 'new.keys()', 'new'): 'a dict subtracts as well',
     ('save', 'fsync', 'f.fileno()', 'f'): 'fsync asks the file itself',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'pass'): 'the tests have one device, no dropout',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'self.model.to(self.device)'): 'no dropout',
