@@ -378,7 +378,7 @@ class Run:
             try:
                 for key in ('model', 'optimizer', 'scaler'):
                     getattr(self, key).load_state_dict(state[key])
-            except (KeyError, RuntimeError, ValueError) as e:
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
                 raise ValueError(f'{self.ckpt}: does not fit this run ({str(e).splitlines()[0]})') from e
             self.now = SimpleNamespace(**state['progress'])
             self.standing = f'{self.ckpt} holds step {self.now.step}, the last good state'

@@ -355,6 +355,8 @@ def spoil(path, how):
         torch.save({k: v for k, v in state.items() if k != how.split()[1]}, path)
     elif how.startswith('a number as '):
         torch.save(state | {how.split()[3]: 5}, path)
+    elif how == 'weights without names':
+        torch.save(state | {'model': {5: torch.zeros(1)}}, path)
     elif how == 'a key more':
         state['run']['momentum'] = state['config']['momentum'] = 3
         torch.save(state, path)
@@ -389,6 +391,9 @@ class Evil:
         'a number as run',
         'a number as config',
         'a number as progress',
+        'a number as model',
+        'a number as optimizer',
+        'weights without names',
         'a key more',
         'other shape',
         'gone',
