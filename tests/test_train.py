@@ -312,6 +312,31 @@ def test_a_key_younger_than_the_run_had_its_default(config):
         T.definition(config(beta2=0.5), data, old)
 
 
+def test_the_scale_of_float16_goes_on(config, root, monkeypatch):
+    monkeypatch.setattr(T, 'pick_dtype', lambda *_: torch.float16)  # the command line takes it on CUDA only
+    T.train(config(dtype='float16', max_iters=1), quiet=True)
+    path = str(root / 'run' / 'ckpt.pt')
+    state = T.read_run(str(root / 'run'))
+    assert state['scaler']['scale'] == 2.0**16
+    T.save(state | {'scaler': state['scaler'] | {'scale': 64.0}}, path)
+    T.train(config(dtype='float16', max_iters=1, resume=True), quiet=True)
+    assert T.read_run(str(root / 'run'))['scaler']['scale'] == 64.0
+
+
+def test_a_resumed_run_says_where_it_stands(config, root, capsys):
+    T.train(config(max_iters=3), quiet=True)
+    run = T.Run(config(max_iters=3), T.Data(config(), CPU), torch.float32)
+    run.begin(T.read_run(str(root / 'run')))
+    assert run.standing == f'{root}/run/ckpt.pt holds step 3, the last good state'
+    assert capsys.readouterr().out == 'resumed at step 3\n'
+
+
+def test_a_new_run_leaves_no_better_weights_of_the_old_one(config, root):
+    T.train(config(max_iters=3), quiet=True)
+    T.Run(config(max_iters=3, seed=5), T.Data(config(), CPU), torch.float32, quiet=True).begin(None)
+    assert not (root / 'run' / 'best.pt').exists() and T.read_run(str(root / 'run'))['config']['seed'] == 5
+
+
 def test_changed_data_is_noticed(config, root):
     T.train(config(max_iters=1), quiet=True)
     for split in ('train', 'val'):
@@ -355,6 +380,11 @@ def spoil(path, how):
         torch.save({k: v for k, v in state.items() if k != how.split()[1]}, path)
     elif how.startswith('a number as '):
         torch.save(state | {how.split()[3]: 5}, path)
+    elif how == 'an empty optimizer':
+        torch.save(state | {'optimizer': {}}, path)
+    elif how == 'an optimizer of other groups':
+        state['optimizer']['param_groups'].pop()
+        torch.save(state, path)
     elif how == 'weights without names':
         torch.save(state | {'model': {5: torch.zeros(1)}}, path)
     elif how == 'a key more':
@@ -393,6 +423,8 @@ class Evil:
         'a number as progress',
         'a number as model',
         'a number as optimizer',
+        'an empty optimizer',
+        'an optimizer of other groups',
         'weights without names',
         'a key more',
         'other shape',
