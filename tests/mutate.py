@@ -169,10 +169,12 @@ def variants(node):
 
 
 def skipped(tree):
-    """ids of the nodes that are words or choices: docstrings, messages of errors, annotations and their defaults"""
+    """ids of the nodes that are words or choices: docstrings, messages, progress bars, annotations and their defaults"""
     words = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Raise, ast.JoinedStr)) or type(node) is ast.Expr and type(node.value) is ast.Constant:
+            words.append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'tqdm':
             words.append(node)
         elif isinstance(node, ast.AnnAssign):
             words += filter(None, [node.annotation, node.value])
