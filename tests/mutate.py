@@ -169,7 +169,7 @@ def variants(node):
 
 
 def skipped(tree):
-    """ids of the nodes that are words or choices: docstrings, messages, progress bars, annotations and their defaults"""
+    """ids of the nodes that are words or choices: docstrings, messages, progress bars, annotations and defaults"""
     words = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Raise, ast.JoinedStr)) or type(node) is ast.Expr and type(node.value) is ast.Constant:
