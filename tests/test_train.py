@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -329,6 +330,14 @@ def test_a_resumed_run_says_where_it_stands(config, root, capsys):
     run.begin(T.read_run(str(root / 'run')))
     assert run.standing == f'{root}/run/ckpt.pt holds step 3, the last good state'
     assert capsys.readouterr().out == 'resumed at step 3\n'
+
+
+def test_seconds_are_those_of_the_steps_and_each_record_is_whole(config, root):
+    began = time.perf_counter()
+    seconds = T.train(config(max_iters=3, log_interval=1), quiet=True)['seconds']
+    assert 0 < seconds < time.perf_counter() - began
+    records = [json.loads(line) for line in (root / 'run' / 'log.jsonl').read_text().splitlines()]
+    assert [r.keys() for r in records if 'loss' in r] == [{'step', 'loss', 'lr', 'grad_norm', 'skipped'}] * 3
 
 
 def test_a_new_run_leaves_no_better_weights_of_the_old_one(config, root):
