@@ -38,8 +38,6 @@ TARGETS = {  # file: (its functions, classes and methods to break, arguments of 
                  'Run.loop main', ('tests/test_train.py',)),
 }
 EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can tell
-    ('DepthAttention.forward', '', 'zip(self.alpha(w, v), v, strict=True)', 'zip(self.alpha(w, v), v)'): 'equally long',
-    ('DepthAttention.forward', 'strict', 'True', 'False'): 'equally long by construction',
     ('DepthAttention.forward', 'h.to(v[0].dtype)', '0', '1'): 'all sources have one dtype',
     ('pick', '(-1', '-1', '1'): 'two dimensions: the last is 1',
     ('pick', 'top_k <', 'top_k < logits.size(-1)', '(top_k <= logits.size(-1))'): 'all of them or no cut',
@@ -86,11 +84,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('on_torch', 'tape', 'zero.to(h.dtype)', 'zero'): 'low precision: autograd casts the buffer, for a copy each read',
     ('_torch_read', 'vector_norm', '-1', '1'): 'two dimensions: the last is 1',
     ('_torch_read', 'bmm', 'a.permute(2, 0, 1).contiguous()', 'a.permute(2, 0, 1)'): 'the same numbers',
-    ('_torch_read', 'strict', 'zip(new, a[len(old):-1], strict=True)', 'zip(new, a[len(old):-1])'): 'equally long',
-    ('_torch_read', 'strict', 'True', 'False'): 'equally long by construction',
     ('SampleConfig.__post_init__', 'check_sampling', '1', '2'): 'any valid text and length',
-    ('read_start', 'open', "open(start[5:], encoding='utf-8')", 'open(start[5:])'): 'the default in the tests',
-    ('read_start', 'open', "'utf-8'", "'utf-8_'"): 'the same codec',
     ('learning_rate', 'step < ', 'step < cfg.warmup_iters', '(step <= cfg.warmup_iters)'): 'learning_rate, either way',
     ('Data.train_batch', 'place = ', 'np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() + k * GOLDEN',
      '(np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() - k * GOLDEN)'): 'as even, backwards',
@@ -98,8 +92,6 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('definition', 'old.keys()', 'old.keys()', 'old'): 'a view subtracts from a dict as well',
     ('definition', 'old.keys()', 'new.keys()', 'new'): 'a dict subtracts as well',
     ('Run.write', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
-    ('Run.write', 'open', "open(self.log, mode, encoding='utf-8')", 'open(self.log, mode)'): 'the default in the tests',
-    ('Run.write', 'open', "'utf-8'", "'utf-8_'"): 'the same codec',
     ('Run.save', 'better', 'False', 'True'): 'a run begins with an evaluation, the best so far',
     ('Run.save', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
     ('save', 'fsync', 'f.fileno()', 'f'): 'fsync asks the file itself',
@@ -113,10 +105,6 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
      'torch.from_numpy(ids)[None].expand(cfg.num_samples, -1)'): 'the tests have one device',
     ('Sampler.__call__', 'texts, depths', 'ids.tolist()', 'ids'): 'numbers of numpy index as well',
     ('Sampler.__call__', 'pieces = ', 'new[:, 0].tolist()', 'new[:, 0]'): 'tensors of one number index as well',
-    ('Sampler.__call__', 'strict', 'zip(decode, new[:, 0].tolist(), strict=True)',
-     'zip(decode, new[:, 0].tolist())'): 'equally long',
-    ('Sampler.__call__', 'strict', 'zip(texts, pieces, strict=True)', 'zip(texts, pieces)'): 'equally long',
-    ('Sampler.__call__', 'strict', 'True', 'False'): 'equally long by construction',
     ('show_depths', 'sign=', "'0123456789abcdefghijklmnopqrstuvwxyz+'", "'0123456789abcdefghijklmnopqrstuvwxyz+_'"):
         'one more sign, past the last index',
     ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
@@ -133,6 +121,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
 PAIRS = 'Add Sub, Mult Div, FloorDiv Mod, BitOr BitAnd, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or'
 SWAP = {getattr(ast, a): getattr(ast, b) for pair in PAIRS.split(', ') for a, b in itertools.permutations(pair.split())}
 SWAP[ast.Pow] = ast.Mult
+SAME = ('strict=True', "encoding='utf-8'")  # zips are equally long by construction; UTF-8 is the default in the tests
 MODULES = {'torch', 'nn', 'F', 'math', 'kernels', 'os', 'np', 'tl', 'triton', 'super()'}  # no receivers
 WRAP = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.UnaryOp)
 
@@ -153,7 +142,9 @@ def variants(node):
             yield node.func.value
         elif node.args and not isinstance(node.args[0], ast.Starred):
             yield node.args[0]
-        for i in (i for i, k in enumerate(node.keywords) if k.arg not in ('device', 'map_location')):  # there is one
+        for i, k in enumerate(node.keywords):
+            if k.arg in ('device', 'map_location') or ast.unparse(k) in SAME:  # there is one device
+                continue
             yield changed(node, keywords=node.keywords[:i] + node.keywords[i + 1:])
     if isinstance(node, (ast.IfExp, ast.UnaryOp)):
         yield from (getattr(node, part) for part in ('body', 'orelse', 'operand') if hasattr(node, part))
@@ -173,6 +164,8 @@ def skipped(tree):
     words = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Raise, ast.JoinedStr)) or type(node) is ast.Expr and type(node.value) is ast.Constant:
+            words.append(node)
+        elif isinstance(node, ast.keyword) and ast.unparse(node) in SAME:
             words.append(node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'tqdm':
             words.append(node)
