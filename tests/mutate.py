@@ -94,6 +94,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('Run.write', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
     ('Run.save', 'better', 'False', 'True'): 'a run begins with an evaluation, the best so far',
     ('Run.save', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
+    ('Run.loop', 'patience', 'len(stop)', 'stop'): 'one process: no sum; test_faults stops two',
     ('save', 'fsync', 'f.fileno()', 'f'): 'fsync asks the file itself',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'pass'): 'the tests have one device, no dropout',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'self.model.to(self.device)'): 'no dropout',

@@ -196,6 +196,18 @@ def test_log_and_checkpoints(config):
     assert not any('_orig_mod' in k or k.startswith('module.') for k in model.state_dict())
 
 
+def test_no_state_is_saved_twice(config, monkeypatch):
+    steps, save = [], T.save
+
+    def counting(state, path):
+        if path.endswith('ckpt.pt'):
+            steps.append(state['progress']['step'])
+        save(state, path)
+    monkeypatch.setattr(T, 'save', counting)
+    T.train(config(), quiet=True)
+    assert steps == [0, 0, 4, 8, 9]  # when it takes out_dir, then after each evaluation
+
+
 def test_a_compiled_model_saves_plain_names(config, monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda m: torch._dynamo.eval_frame.OptimizedModule(m, lambda f: f))
     T.train(config(compile=True, max_iters=1), quiet=True)
@@ -239,6 +251,7 @@ def test_a_resumed_run_is_the_same_run(
             result = T.train(config(**keys, resume=i > 0))
         assert result['stopped'] == ('SIGINT', 'SIGTERM')[i] and result['step'] == step + 1
         assert f'go on with: python train.py --out_dir={root}/run --resume' in capsys.readouterr().out
+        assert T.read_checkpoint(str(root / 'run' / 'ckpt.pt'))['progress']['step'] == step + 1  # not of the evaluation
         torch.manual_seed(i)  # whatever the world does in between
         with open(root / 'run' / 'log.jsonl', 'a') as f:
             f.write('{"step": 999}\n')  # logged after the checkpoint: cut off
