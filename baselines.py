@@ -167,10 +167,10 @@ class ManifoldHyperConnections(Baseline):
     @staticmethod
     def sinkhorn(log):
         """ exp(log), columns and rows normalised in turn until both sum to 1; in logarithms, so it never overflows """
+        log = log.movedim((-2, -1), (0, 1)).contiguous()  # a softmax over a leading dimension is eight times as fast
         for _ in range(SINKHORN):
-            log = log - log.logsumexp(-2, keepdim=True)
-            log = log - log.logsumexp(-1, keepdim=True)
-        return log.exp()
+            log = log.log_softmax(0).log_softmax(1)
+        return log.exp().movedim((0, 1), (-2, -1)).contiguous()
 
 
 class DeepDelta(Baseline):
