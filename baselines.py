@@ -174,7 +174,7 @@ class ManifoldHyperConnections(Baseline):
 
 
 class DeepDelta(Baseline):
-    """ h <- h + b k (v - k . h),   k = f(h) / |f(h)|,  b = 2 sigmoid(u_l . norm(h) + c_l),  v = 4 sigmoid(w_l . h + d)
+    """ h <- h + b k (v - k . h),   k = f(h)/|f(h)|,  b = 2 sigmoid(u_l . norm(h) + c_l),  v = 4 sigmoid(w_l . h + d_l)
 
     arXiv 2601.00417, one value a token: f gives a direction, h moves along it towards v; b = 1 and v = 2 at first. The
     authors' b looks at the sublayer's normed input; a rule does not see into its sublayers, so norm has no gain here.

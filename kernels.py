@@ -1,5 +1,5 @@
 """
-Depth attention at full speed: what the rules in model.py compute, at little more than the price of a residual add.
+Depth attention, fast: what the rules in model.py compute, without copying or normalising a source for every read.
 
 Read l mixes the sources v_0 .. v_l of one token, and of that token alone (R = L + 1 reads, the last for the output):
 
@@ -65,7 +65,7 @@ def refusal(h):
 def choose(kernel, h):
     """ The path of depth attention for tensors like h: 'reference' (the rules in model.py), 'torch' or 'triton'.
 
-    auto is triton on a CUDA device, torch elsewhere. ValueError if what is asked for cannot run here.
+    auto is triton on CUDA where it can run, else torch. ValueError if what is asked for cannot run here.
     """
     if kernel == 'auto':
         return 'triton' if h.is_cuda and refusal(h) is None else 'torch'

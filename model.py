@@ -110,7 +110,7 @@ class AttnRes(nn.Module):
     """
     def __init__(self, config):
         super().__init__()
-        self.L, self.S = 2 * config.n_layer, self.block_length(config)
+        self.L, self.S = 2 * config.n_layer, self.residual_block_length(config)
         self.query = nn.Parameter(torch.zeros(self.L + 1, config.n_embd))
         self.key_gain = nn.Parameter(torch.ones(self.L + 1, config.n_embd))  # acts only as query * key_gain
         self.attend = DepthAttention(config.norm_eps)
@@ -134,7 +134,7 @@ class AttnRes(nn.Module):
 
 class FullAttnRes(AttnRes):
     """ h_l = sum_i alpha_{i->l} v_i,   v_0 = embedding, v_{l+1} = f_l(h_l) """
-    def block_length(self, config):
+    def residual_block_length(self, config):
         return 1
 
     def rule(self, w, h, sublayers):
@@ -146,7 +146,7 @@ class FullAttnRes(AttnRes):
 
 class BlockAttnRes(AttnRes):
     """ The same over sums: of each finished residual block of S sublayers, and of the one in progress """
-    def block_length(self, config):
+    def residual_block_length(self, config):
         return math.ceil(2 * config.n_layer / config.residual_blocks)
 
     def rule(self, w, h, sublayers):
@@ -249,6 +249,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """ GPT-2: embeddings, the residual rule over all sublayers, a norm, logits from the embedding's own matrix """
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -352,11 +353,11 @@ class GPT(nn.Module):
         for key, value in fixed.items():
             if overrides.get(key, value) != value:
                 raise ValueError(f'{key}={overrides[key]!r}: must be {value!r}, as in the weights of {name_or_dir!r}')
-        model = cls(GPTConfig(**{'n_ctx': c.n_positions, 'residual': residual} | overrides | fixed))
-        weights, n_ctx = transpose(gpt2.state_dict()), model.config.n_ctx
-        if n_ctx > c.n_positions:
-            raise ValueError(f'n_ctx={n_ctx}: must be at most {c.n_positions}, as in the weights of {name_or_dir!r}')
-        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:n_ctx]
+        config = GPTConfig(**{'n_ctx': c.n_positions, 'residual': residual} | overrides | fixed)
+        if config.n_ctx > c.n_positions:
+            raise ValueError(f'n_ctx={config.n_ctx}: must be at most {c.n_positions}, the positions of {name_or_dir!r}')
+        model, weights = cls(config), transpose(gpt2.state_dict())
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:config.n_ctx]
         model.load_state_dict(model.state_dict() | weights)  # what belongs to the rule stays as it is
         return model.eval()
 
@@ -406,8 +407,7 @@ def check_sampling(config, idx, max_new_tokens, temperature, top_k, top_p, n_voc
     check('idx', tuple(idx.shape), idx.dim() == 2 and idx.size(1) > 0, 'tokens (B, T) with T at least 1')
     def number(value, *kinds):
         return type(value) in kinds
-    check('max_new_tokens', max_new_tokens, number(max_new_tokens, int) and max_new_tokens >= 0,
-          'a whole number from 0')
+    check('max_new_tokens', max_new_tokens, number(max_new_tokens, int) and max_new_tokens >= 0, 'a whole number from 0')
     check('temperature', temperature, number(temperature, int, float) and 0 <= temperature < math.inf,
           '0 (greedy) or a positive number')
     check('top_k', top_k, top_k is None or number(top_k, int) and top_k >= 1, 'a whole number from 1')

@@ -30,7 +30,7 @@ class SampleConfig:
     top_k: int | None = 200  # draw from the k most likely tokens only; none: from all
     top_p: float | None = None  # draw from the fewest tokens that together have this probability
     seed: int = 1337  # the same seed and num_samples give the same texts
-    show_depth: bool = False  # a line with the depth that each token of the first continuation drew on most
+    show_depth: bool = False  # a line: the source that the output read weighed most, at each token of the first text
     device: str = 'auto'  # auto | cpu | cuda | mps
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
 
@@ -74,7 +74,7 @@ class Sampler:
         except (AttributeError, KeyError, TypeError, RuntimeError) as e:
             raise ValueError(f'{path}: does not fit this version of model.py ({str(e)[:200]})') from e
         self.model.to(self.device).eval()
-        self.depth = None  # source with the largest weight in the last read, the output's, of the newest token
+        self.depth = self.sources = None  # which has the largest weight for the newest token, of how many: last read
         if cfg.show_depth:
             if not hasattr(self.model.residual, 'attend'):
                 raise ValueError('show_depth=True: must be off for a model without depth attention')
@@ -84,7 +84,7 @@ class Sampler:
     def look(self, attend, inputs, output):
         """ Forward hook: evaluates the weights that the model just used, for the first row's newest token. """
         w, v = inputs
-        self.depth = attend.alpha(w, [source[:1, -1:] for source in v]).argmax(0).item()
+        self.depth, self.sources = attend.alpha(w, [source[:1, -1:] for source in v]).argmax(0).item(), len(v)
 
     def __call__(self, text, write=lambda text: None):
         cfg, tok = self.cfg, self.tokenizer
@@ -104,7 +104,7 @@ class Sampler:
             write(pieces[0])
             depths.append(self.depth)
         if cfg.show_depth:
-            write('\n' + show_depths(depths, len(self.model.residual.query), sys.stdout.isatty()))
+            write('\n' + show_depths(depths, self.sources, sys.stdout.isatty()))
         write(''.join(f'\n---------------\n{t}' for t in texts[1:]) + '\n---------------\n')
         return texts
 

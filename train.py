@@ -5,9 +5,10 @@ Trains a GPT with any residual rule, on one device or, started by torchrun, on s
     python train.py --out_dir=out/shakespeare_char_cpu --resume
     torchrun --nproc_per_node=4 train.py config/shakespeare_char.toml --gradient_accumulation_steps=4
 
-What a run promises: batches and dropout are functions of (seed, step, micro-batch) alone, so runs that differ in the
-residual rule or in the number of processes see the same data and start from the same weights; a stopped run continues
-as if it had never stopped; nothing is overwritten unless asked; files appear whole or not at all.
+What a run promises: batches are functions of (data_seed or seed, step, micro-batch) alone, dropout of (seed, step,
+micro-batch), so runs that differ in the residual rule or in the number of processes see the same data and start from
+the same weights; a stopped run continues as if it had never stopped; nothing is overwritten unless asked; files appear
+whole or not at all.
 """
 import hashlib
 import json
@@ -195,7 +196,7 @@ class Data:
         self.sha = {split: self.hash(split) for split in self.tokens}
 
     def hash(self, split, piece=2**15):
-        """ SHA-256 of a token file; of one beyond 64 MiB, that of 1024 pieces spread evenly over it. """
+        """ A hash of a token file: of its length and all of it; beyond 64 MiB, of 1024 pieces spread evenly. """
         n = len(self.tokens[split])
         sha = hashlib.sha256(str(n).encode())
         for start in np.linspace(0, max(0, n - piece), min(1024, -(-n // piece))).astype(int):

@@ -98,9 +98,9 @@ def main(argv=None):
     parser.add_argument('--input', metavar='FILE', help='a UTF-8 text file of your own')
     parser.add_argument('--name', help="of the folder in data/ (default: the file's or data set's)")
     parser.add_argument('--tokenizer', help='char, bytes or gpt2 (default: char; of shakespeare and documents: gpt2)')
-    parser.add_argument('--val_fraction', type=float, default=0.1, help='text: its end (default: 0.1)')
-    parser.add_argument('--val_every', type=int, default=2000, help='documents: every 2000th (the default)')
-    parser.add_argument('--num_proc', type=int, default=min(os.cpu_count() or 1, 16), help='documents: processes')
+    parser.add_argument('--val_fraction', type=float, help='text: its end (default: 0.1)')
+    parser.add_argument('--val_every', type=int, help='documents: every 2000th (the default)')
+    parser.add_argument('--num_proc', type=int, help='documents: processes (default: one a core, 16 at most)')
     args = parser.parse_args(argv)
     source = CORPORA.get(args.dataset, args.dataset or '')
     documents = source.startswith(('hf:', 'parquet:', 'jsonl:'))
@@ -108,13 +108,19 @@ def main(argv=None):
         fail('nothing to prepare: give the name of a bundled text or --input=FILE')
     if documents and (args.input is not None or args.tokenizer not in (None, 'gpt2')):
         fail('input, tokenizer: must be left out with ' + args.dataset)
+    keys = {of_documents: {k: getattr(args, k) for k in names if getattr(args, k) is not None}
+            for of_documents, names in ((True, ('val_every', 'num_proc')), (False, ('val_fraction',)))}
+    if keys[not documents]:
+        fail(', '.join(keys[not documents]) + ': must be left out with ' + ('documents' if documents else 'a text'))
     if documents and args.name is None and not source.startswith('hf:'):
         fail('name: must be given with ' + args.dataset)
     default = source.split('/')[-1].replace(':', '-') if documents and args.dataset == source else args.dataset
     name = next(n for n in (args.name, default, Path(args.input or '').stem) if n is not None)
+    if args.input is not None and name in {**BUNDLED, **CORPORA}:
+        fail(f'name={name!r}: must differ from the data sets of that name that come with this; give another --name')
     try:
-        meta = prepare_documents(name, source, args.val_every, args.num_proc) if documents else \
-            prepare(name, args.input, args.tokenizer, args.val_fraction)
+        meta = prepare_documents(name, source, **{'num_proc': min(os.cpu_count() or 1, 16)} | keys[True]) if documents else \
+            prepare(name, args.input, args.tokenizer, **keys[False])
     except ValueError as e:
         fail(e)
     except KeyboardInterrupt:

@@ -826,6 +826,9 @@ def test_documents_in_use(bpe, tmp_path):
     (['openwebtext', '--tokenizer=char'], 'input, tokenizer: must be left out with openwebtext'),
     (['hf:a/b', '--input=FILE'], 'input, tokenizer: must be left out with hf:a/b'),
     (['openwebtext', '--val_every=1'], 'val_every=1: must be 2 or more'),
+    (['openwebtext', '--val_fraction=0.2'], 'val_fraction: must be left out with documents'),
+    (['shakespeare_char', '--val_every=9', '--num_proc=2'], 'val_every, num_proc: must be left out with a text'),
+    (['--input=shakespeare.txt'], "name='shakespeare': must differ from the data sets of that name"),
     (['openwebtext', '--num_proc=x'], "argument --num_proc: invalid int value: 'x'"),
 ])
 def test_documents_command_names_the_key(capsys, argv, message):
@@ -841,8 +844,8 @@ def test_documents_command_names_the_key(capsys, argv, message):
     (['hf:a/b', '--name=c'], 'c', 'hf:a/b'),
     (['jsonl:a/*', '--name=c', '--tokenizer=gpt2'], 'c', 'jsonl:a/*')])
 def test_documents_command(monkeypatch, capsys, argv, name, source):
-    def fake(*args):
-        assert args == (name, source, 9, 3)
+    def fake(*args, **keys):
+        assert args == (name, source) and keys == {'val_every': 9, 'num_proc': 3}
         return {'tokens': {'train': 1, 'val': 2}, 'n_vocab': 50257, 'tokenizer': {'kind': 'gpt2'}, 'origin': source}
     monkeypatch.setattr(P, 'prepare_documents', fake)
     P.main([*argv, '--val_every=9', '--num_proc=3'])

@@ -604,6 +604,36 @@ def test_memory_does_not_grow_with_what_was_read(config, root):
     assert resident() - before < 50e6
 
 
+def flags(**keys):
+    return [f'--{k}={v}' for k, v in (TINY | keys).items()]
+
+
+def test_main_starts_a_run_from_its_command_line(root, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['train.py', *flags(out_dir=root / 'run', max_iters=1)])
+    assert T.main()['step'] == 1
+    capsys.readouterr()
+    monkeypatch.chdir(root)
+    with pytest.raises(SystemExit) as e:
+        T.main(['--resume'])
+    assert e.value.code == 2 and TrainConfig.out_dir in capsys.readouterr().err
+    with pytest.raises(SystemExit) as e:
+        T.main(['--help'])
+    said = capsys.readouterr().out
+    assert not e.value.code and 'Trains a GPT with any residual rule' in said and '--nproc' not in said
+
+
+@pytest.mark.parametrize('end, code, said', [(ValueError('x=1: y'), 2, 'error: x=1: y\n'),
+                                             (RuntimeError('full'), 1, 'error: full\n'),
+                                             (KeyboardInterrupt(), 130, 'error: interrupted\n')])
+def test_how_main_ends(end, code, said, root, monkeypatch, capsys):
+    def broken(cfg):
+        raise end
+    monkeypatch.setattr(T, 'train', broken)
+    with pytest.raises(SystemExit) as e:
+        T.main(flags(out_dir=root / 'run'))
+    assert e.value.code == code and capsys.readouterr().err == said
+
+
 def test_train_prepares_and_prints_its_choices(config, capsys):
     T.train(config(residual='block'))
     out = capsys.readouterr().out
