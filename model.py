@@ -407,7 +407,7 @@ def check_sampling(config, idx, max_new_tokens, temperature, top_k, top_p, n_voc
     check('idx', tuple(idx.shape), idx.dim() == 2 and idx.size(1) > 0, 'tokens (B, T) with T at least 1')
     def number(value, *kinds):
         return type(value) in kinds
-    check('max_new_tokens', max_new_tokens, number(max_new_tokens, int) and max_new_tokens >= 0, 'a whole number from 0')
+    check('max_new_tokens', max_new_tokens, number(max_new_tokens, int) and max_new_tokens >= 0, 'an integer from 0')
     check('temperature', temperature, number(temperature, int, float) and 0 <= temperature < math.inf,
           '0 (greedy) or a positive number')
     check('top_k', top_k, top_k is None or number(top_k, int) and top_k >= 1, 'a whole number from 1')

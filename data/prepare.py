@@ -119,8 +119,8 @@ def main(argv=None):
     if args.input is not None and name in {**BUNDLED, **CORPORA}:
         fail(f'name={name!r}: must differ from the data sets of that name that come with this; give another --name')
     try:
-        meta = prepare_documents(name, source, **{'num_proc': min(os.cpu_count() or 1, 16)} | keys[True]) if documents else \
-            prepare(name, args.input, args.tokenizer, **keys[False])
+        meta = prepare_documents(name, source, **{'num_proc': min(os.cpu_count() or 1, 16)} | keys[True]) \
+            if documents else prepare(name, args.input, args.tokenizer, **keys[False])
     except ValueError as e:
         fail(e)
     except KeyboardInterrupt:

@@ -34,13 +34,17 @@ def preset(argv, name):
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 97.5 %, 1 to 9 (and more) degrees
 
 
+def student(degrees):
+    """ Student's t that 97.5 % lie below; beyond 9 degrees of freedom that of 9. """
+    return T95[min(degrees, len(T95)) - 1]
+
+
 def paired(values, base):
     """ Mean paired difference and the half-width of its 95 % interval (None from one pair). """
     d = [v - b for v, b in zip(values, base, strict=True)]
     if len(d) < 2:
         return d[0], None
-    t = T95[min(len(d) - 2, len(T95) - 1)]
-    return statistics.mean(d), t * statistics.stdev(d) / len(d) ** 0.5
+    return statistics.mean(d), student(len(d) - 1) * statistics.stdev(d) / len(d) ** 0.5
 
 
 def signed(difference, half):
@@ -72,7 +76,8 @@ def commit():
 
 
 def environment(device):
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type}, {os.cpu_count()} cores'
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else \
+        f'{device.type}, {os.cpu_count()} cores, threads: {torch.get_num_threads()}'
     return {'torch': torch.__version__, 'device': name, 'commit': commit()}
 
 

@@ -12,7 +12,7 @@ import config as configuration
 from data.prepare import load
 from experiments import depth, measure, pictures
 from experiments.common import environment, paired, signed, table, write_json
-from experiments.runs import RunsConfig, partition, run_all, settings
+from experiments.runs import RunsConfig, commits, partition, run_all, settings
 from model import RESIDUALS, load_checkpoint
 from sample import SampleConfig, sample
 from train import pick_device, pick_dtype
@@ -29,8 +29,8 @@ class CompareConfig(RunsConfig):
         self.mode_configs()
 
 
-def costs(configs, vocab_size, rounds):
-    """ {label: (median ms of a step, ratio to the first, bytes)}, from steps that take turns. """
+def costs(configs, vocab_size, rounds, base):
+    """ {label: median ms of a step, ratio to the base, bytes}, from steps that take turns. """
     first = next(iter(configs.values()))
     device = pick_device(first.device)
     dtype = pick_dtype(first.dtype, device)
@@ -39,9 +39,8 @@ def costs(configs, vocab_size, rounds):
                for label, c in configs.items()}
     times = measure.interleaved({label: b.step for label, b in benches.items()}, device, rounds)
     memory = measure.peak_bytes if device.type == 'cuda' else measure.alive_bytes
-    base = times[next(iter(configs))]
     passes = 1e3 * first.gradient_accumulation_steps  # in a step; what an optimiser does once is small beside them
-    return {label: {'ms': passes * statistics.median(t), 'ratio': measure.ratio(t, base),
+    return {label: {'ms': passes * statistics.median(t), 'ratio': measure.ratio(t, times[base]),
                     'bytes': memory(benches[label])}
             for label, t in times.items()}
 
@@ -108,7 +107,8 @@ def row(runs, base, cost):
     """ What the results say of a mode's runs, one a seed, against those of the base. """
     final = [r['final_loss'] for r in runs]
     difference, half = paired(final, [r['final_loss'] for r in base])
-    return {'params': runs[0]['params'], 'first_loss': runs[0]['first_loss'], 'final_loss': final,
+    return {'params': runs[0]['params'], 'final_loss': final,
+            'first_loss': statistics.mean(r['first_loss'] for r in runs),
             'best_loss': [r['best_loss'] for r in runs], 'best_step': [r['best_step'] for r in runs],
             'difference': difference, 'half_width': half, 'cost': cost,
             'history': [[h[:2] for h in r['history']] for r in runs]}
@@ -130,17 +130,18 @@ def compare(cfg, argv):
     for s in range(cfg.seed, cfg.seed + cfg.seeds):
         todo += [(label, c) for label, c in cfg.mode_configs(seed=s).items() if label in labels]
         if cfg.noise:
-            todo.append((f'{base}, other batches', cfg.mode_configs(seed=s, data_seed=2**31 - 1 - s)[base]))
+            todo.append((f'{base}, other batches', cfg.mode_configs(seed=s, data_seed=2**31 - 1 - s or 1)[base]))
     for (label, _), result in zip(todo, run_all(todo, cfg), strict=True):
         runs.setdefault(label, []).append(result)
     cost, folders = {}, {label: runs[label][0]['out_dir'] for label in labels}
     if cfg.timing_rounds:
         print(f'timing {cfg.timing_rounds} interleaved steps of each mode', flush=True)
         size = load_checkpoint(os.path.join(folders[base], 'ckpt.pt'))['model_config']['vocab_size']
-        cost = costs({label: configs[label] for label in labels}, size, cfg.timing_rounds)
+        cost = costs({label: configs[label] for label in labels}, size, cfg.timing_rounds, base)
 
     device = pick_device(cfg.device)
     data = {'command': ' '.join(['python compare.py', *argv]), **environment(device),
+            'commit': commits([r for of_mode in runs.values() for r in of_mode]),
             'config': {k: v for k, v in asdict(cfg).items() if k not in ('resume', 'overwrite')}, 'base': base,
             'memory': 'peak memory' if device.type == 'cuda' else 'kept for backward', 'same': same,
             'modes': {label: row(runs[label], runs[base], cost.get(label)) for label in labels}}

@@ -50,7 +50,7 @@ def loss(results, path):
     axes[0][0].set_title('same steps', fontsize=9)
     axes[0][0].legend(title='mode, final loss')
     if timed:
-        axes[0][1].set_xlabel('seconds of training')
+        axes[0][1].set_xlabel('steps x time of a step (s)')
         axes[0][1].set_title('same time', fontsize=9)
     if seeds > 1:
         figure.suptitle(f'mean of {seeds} seeds; shaded: lowest to highest', fontsize=8)
@@ -86,7 +86,7 @@ def scaling(results, path):
     for i, (label, loss) in enumerate(results['final_loss'].items()):
         colour, m = COLOURS[i % len(COLOURS)], results['fits'][label]
         ax.plot(fine, m['A'] * fine ** -m['alpha'], color=colour, lw=1.4, ls='--' if label == results['base'] else '-',
-                label=f'{label}: {m["A"]:.3f} $C^{{-{m["alpha"]:.4f}}}$')
+                label=f'{label}: {m["A"]:.3f} $C^{{{-m["alpha"]:.4f}}}$')
         ax.plot(np.repeat(C, len(loss[0])), np.ravel(loss), 'o', color=colour, ms=3.5, mew=0)
     ax.set_xscale('log')
     ax.set_yscale('log')

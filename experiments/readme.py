@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import torch
+
 import config as configuration
 import model
 from data.prepare import load
 from experiments import loss, pictures, scaling, sweep
-from experiments.common import paired
+from experiments.common import environment, mode_keys, paired, write_json
+from experiments.speed import traffic as count
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = '--modes=standard,full,block:8,static,block:4,denseformer,mhc'
@@ -32,7 +35,8 @@ RERUN = {  # name: (verb, its arguments, {a file it writes into out_dir: its nam
     'projection': ('sweep', ('--vary=scale_proj_init=true,false', *ENWIK8), {'sweep.json': 'projection.json'}),
     'scaling': ('scaling', (), {'scaling.json': 'scaling.json'}),
     'speed_B': ('speed', ('--shape=B', '--out=assets/speed_B.json'), {}),
-    'speed_C': ('speed', ('--shape=C', '--modes=standard,full,block:8', '--out=assets/speed_C.json'), {})}
+    'speed_C': ('speed', ('--shape=C', '--modes=standard,full,block:8', '--out=assets/speed_C.json'), {}),
+    'traffic': ('readme', (), {})}
 TEXTS = {'shakespeare': 'The bundled text, characters', 'enwik8': 'enwik8, bytes'}
 SWEEPS = {'rates': 'Over the learning rate', 'projection': 'With and without the scaling of the output projections'}
 QUESTIONS = {  # question: (modes whose loss is taken, modes whose loss is subtracted); of several the first there is
@@ -74,7 +78,7 @@ def bullets(lines):
 
 def where(data):
     return (f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}'
-            + (f', commit {data["commit"]}' if data['commit'] else ''))
+            + (f', commit {data["commit"].replace("+", " with changes")}' if data['commit'] else ''))
 
 
 def setting(c):
@@ -169,7 +173,8 @@ def speed():
     if data := asset('traffic.json'):
         u = '; '.join(f'{label}: {n} u' for label, n in data['u'].items())
         parts.append(f'Traffic of the Triton path in a step of GPT-2 124M, norms included: {u} (u: a tensor of tokens '
-                     'x width, read or written once). Counted from its launches, not timed: no GPU was at hand.')
+                     'x width, read or written once). Counted from its launches, not timed; standard, by hand, as if '
+                     'each addition were fused with the norm after it.')
     return '\n\n'.join(parts) or 'Not measured yet.'
 
 
@@ -197,9 +202,22 @@ def rerun(names):
         verb, argv, files = RERUN[name]
         out = Path('out', 'readme', name)
         print(f'--- {name} ---', flush=True)
+        if name == 'traffic':
+            write_json('assets/traffic.json', traffic())
+            continue
         import_module(f'experiments.{verb}').main([*argv] if verb == 'speed' else [*argv, f'--out_dir={out}'])
         for source, target in files.items():
             shutil.copy(out / source, ROOT / 'assets' / target)
+
+
+def traffic():
+    """ What a step of GPT-2 124M, batch 12, moves on the Triton path. Standard: per sublayer an addition fused with the
+    norm after it reads two and writes two, its backward as well; then the final norm.
+    """
+    u = {'standard': 8 * 2 * model.GPTConfig.n_layer + 5}
+    for label, keys in mode_keys('full,block:8').items():
+        u[label] = round(count(model.GPTConfig(**keys, bias=False), 12))
+    return {'command': 'python compare.py readme --rerun --only=traffic', **environment(torch.device('cpu')), 'u': u}
 
 
 def draw():

@@ -18,7 +18,7 @@ import torch
 
 import config as configuration
 from data.prepare import load
-from experiments.common import environment, mode_keys, preset, table, write_json
+from experiments.common import commit, environment, mode_keys, preset, table, write_json
 from train import FREE, Diverged, TrainConfig, pick_device, pick_dtype, train
 
 
@@ -44,6 +44,13 @@ class RunsConfig(TrainConfig):
         labels = list(mode_keys(self.modes))
         return 'standard' if 'standard' in labels else labels[0]
 
+    @property
+    def share(self):
+        """ (runs at the same time, threads of each), whatever is left to run: the number of threads changes bits """
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+        runs = self.workers or (cores if pick_device(self.device).type == 'cpu' else 1)
+        return runs, max(1, cores // runs)
+
     def plain(self, **keys):
         """ The trainer's part of the settings, with keys changed. """
         return TrainConfig(**{k: v for k, v in asdict(self).items() if hasattr(TrainConfig, k)} | keys)
@@ -60,7 +67,9 @@ def settings(cls, argv, name, description, refused=()):
         if key in values:
             configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and the like say what to train, and '
                                'unfinished runs are resumed')
-    return configuration.build(cls, values)
+    cfg = configuration.build(cls, values)
+    torch.set_num_threads(cfg.share[1])  # for what is trained, timed and sampled in this process
+    return cfg
 
 
 def canonical(cfg):
@@ -116,7 +125,7 @@ def run(cfg, folder, title, label='', goes_on=False):
     if result['stopped']:
         print(f'{result["stopped"]}: the same command{" without --overwrite" * cfg.overwrite} goes on from here')
         raise SystemExit(130)
-    write_json(os.path.join(folder, 'result.json'), result)
+    write_json(os.path.join(folder, 'result.json'), result | {'commit': commit()})
 
 
 def alone(threads, *call):
@@ -164,7 +173,7 @@ def run_all(todo, cfg):
 
     On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
     """
-    data, cpu = load(cfg.dataset)[0]['sha256'], pick_device(cfg.device).type == 'cpu'
+    data = load(cfg.dataset)[0]['sha256']
     if cfg.init_from and os.path.exists(start := os.path.join(cfg.init_from, 'ckpt.pt')):
         with open(start, 'rb') as f:
             data = data | {'start': hashlib.file_digest(f, 'sha256').hexdigest()}
@@ -175,29 +184,33 @@ def run_all(todo, cfg):
            or 'diverged' in result and not cfg.goes_on]
     if len(new) < len(unique):
         print(f'{len(unique) - len(new)} of {len(unique)} runs are kept from an earlier call')
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    workers = min(cfg.workers or (cores if cpu else 1), len(new))
-    calls = []
+    (most, threads), calls = cfg.share, []
+    workers = min(most, len(new))
     for i, folder in enumerate(new, 1):
         (label, c), number = unique[folder], f'[{i}/{len(new)}] '
         calls.append((c, folder, f'{number}{label}, seed {c.seed}', number if workers > 1 else '', cfg.goes_on))
     if workers > 1:
-        side_by_side(calls, workers, max(1, cores // workers))
+        side_by_side(calls, workers, threads)
     else:
         for call in calls:
             run(*call)
     return [kept(folder) for folder in folders]
 
 
+def commits(results):
+    """ The commits that runs were made at. """
+    return ', '.join(sorted({r['commit'] or 'unknown' for r in results}))
+
+
 def final_losses(cfg, points, title):
-    """ {label: {point: [final loss, one a seed]}} of every mode at points, {point: keys that are changed there}. """
+    """ {label: {point: [final loss, one a seed]}} of every mode at points, {point: keys changed there}; commits. """
     grid = [(label, p, c) for s in range(cfg.seeds) for p, keys in points.items()
             for label, c in cfg.mode_configs(**keys, seed=cfg.seed + s).items()]
     out = {label: {p: [] for p in points} for label in cfg.mode_configs()}
     results = run_all([(f'{label}, {title.format(p)}', c) for label, p, c in grid], cfg)
     for (label, p, _), result in zip(grid, results, strict=True):
         out[label][p].append(result['final_loss'])
-    return out
+    return {'final_loss': out, 'commit': commits(results)}
 
 
 def heading(verb, argv, cfg):

@@ -5,8 +5,9 @@ Trains the residual rules on a ladder of sizes and fits loss = A C^-alpha to eac
     python compare.py scaling config/scaling_cpu.toml --sizes=4,6,8 --seeds=3
 
 One dial makes a network: n transformer blocks of width aspect * n. Steps grow with n and the learning rate falls with
-1 / n, from those of the smallest. C = 6 * parameters (embeddings apart) * tokens, in floating-point operations.
-C'/C: the compute that the standard residual would need for the loss of a rule at the largest C, by the fits.
+1 / n, from those of the smallest. C = 6 * parameters (embeddings apart) * tokens, in floating-point operations (as in
+the paper without the cost of the rule itself). C'/C: the compute that the standard residual would need for the loss of
+a rule at the largest C, by the fits.
 """
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 
 import config as configuration
 from experiments import pictures
+from experiments.common import student
 from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
 
 RESAMPLES = 10_000
@@ -73,14 +75,16 @@ def interval(C, base, loss, seed=0):
     """ 95 % interval of advantage by bootstrap; base, loss: (sizes, seeds), paired. None if it has no end, or one seed.
 
     A few seeds a size are too few to draw from, so the deviations of all sizes are pooled, pairs kept, and each size's
-    mean is drawn anew from the pool. A draw in which more compute does not help the base has no C': no end.
+    mean is drawn anew from the pool. A draw in which more compute does not help the base has no C': no end. What is in
+    it is the noise between seeds, not how well a power law fits.
     """
     both = np.stack((base, loss), -1)  # (sizes, seeds, 2)
     sizes, seeds, _ = both.shape
     if seeds < 2:
         return None
     means = both.mean(1)
-    pool = (both - means[:, None]).reshape(-1, 2) * (seeds / (seeds - 1)) ** 0.5  # around so few they are too small
+    pool = (both - means[:, None]).reshape(-1, 2) * (seeds / (seeds - 1)) ** 0.5  # around the mean of few: too small
+    pool *= student(sizes * (seeds - 1)) / 1.96  # and few
     draws = np.random.default_rng(seed).integers(len(pool), size=(RESAMPLES, sizes, seeds))
     drawn = means + pool[draws].mean(2)  # (RESAMPLES, sizes, 2)
     with np.errstate(all='ignore'):
@@ -107,7 +111,7 @@ def verdicts(data):
     """ One sentence on each mode's fit and compute advantage. """
     out = []
     for label, m in data['fits'].items():
-        text = f'{label}: loss = {m["A"]:.3f} C^-{m["alpha"]:.4f} (C in PFLOP/s-days)'
+        text = f'{label}: loss = {m["A"]:.3f} C^{-m["alpha"]:.4f} (C in PFLOP/s-days)'
         if 'advantage' in m:
             text += "; C'/C = " + ('none' if m['advantage'] is None else f'{m["advantage"]:.2f}')
             if m['interval'] is None:
@@ -132,7 +136,8 @@ def main(argv):
     refused = ('n_layer', 'n_embd', 'n_head', 'eval_interval')  # what sizes decides
     cfg = settings(ScalingConfig, argv, 'scaling', __doc__.split('\n\n')[0], refused)
     C = [cfg.compute(n) / DAY for n in cfg.ladder]
-    loss = {label: [*by.values()] for label, by in final_losses(cfg, cfg.ladder, '{} transformer blocks').items()}
+    found = final_losses(cfg, cfg.ladder, '{} transformer blocks')
+    loss = {label: [*by.values()] for label, by in found['final_loss'].items()}
     data = {**heading('scaling', argv, cfg), 'ladder': {str(n): keys for n, keys in cfg.ladder.items()}, 'compute': C,
-            'final_loss': loss, 'fits': analyse(C, loss, cfg.base)}
+            **found, 'final_loss': loss, 'fits': analyse(C, loss, cfg.base)}
     return conclude('scaling', cfg, data, cells(data), verdicts(data), pictures.scaling)

@@ -67,9 +67,9 @@ class SpeedConfig(GPTConfig):
 
 
 def candidates(cfg):
-    """ {label: GPTConfig}: standard first, every other mode with every kernel. """
+    """ {label: GPTConfig}, every mode but standard with every kernel; standard, if it is there, first: the base. """
     out = {}
-    for label, keys in mode_keys(cfg.modes).items():
+    for label, keys in sorted(mode_keys(cfg.modes).items(), key=lambda mode: mode[0] != 'standard'):
         for kernel in ['auto'] if keys['residual'] == 'standard' else cfg.kernels.split(','):
             name = label if kernel == 'auto' else f'{label} {kernel}'
             out[name] = cfg.gpt(**keys, kernel=kernel)

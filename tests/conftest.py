@@ -30,6 +30,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(1337)
+    torch.set_num_threads(1)  # experiments change it
 
 
 @pytest.fixture(scope='session')
