@@ -30,6 +30,8 @@ def main(argv=None):
         configuration.fail(e)
     except RuntimeError as e:
         configuration.fail(e, code=1)
+    except OSError as e:  # its output's: what concerns files is a ValueError
+        configuration.fail(e, code=1)
     except KeyboardInterrupt:
         configuration.fail('interrupted; of training runs, what is done is kept: the same command goes on', code=130)
 

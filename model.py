@@ -11,6 +11,7 @@ Reading order: leaves up. Shapes at line ends: B sequences, T tokens, D = n_embd
 """
 import math
 import os
+import zipfile
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 
@@ -354,10 +355,10 @@ class GPT(nn.Module):
             if overrides.get(key, value) != value:
                 raise ValueError(f'{key}={overrides[key]!r}: must be {value!r}, as in the weights of {name_or_dir!r}')
         config = GPTConfig(**{'n_ctx': c.n_positions, 'residual': residual} | overrides | fixed)
-        if config.n_ctx > c.n_positions:
-            raise ValueError(f'n_ctx={config.n_ctx}: must be at most {c.n_positions}, the positions of {name_or_dir!r}')
+        if (n_ctx := config.n_ctx) > c.n_positions:
+            raise ValueError(f'n_ctx={n_ctx}: must be at most {c.n_positions}, as in the weights of {name_or_dir!r}')
         model, weights = cls(config), transpose(gpt2.state_dict())
-        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:config.n_ctx]
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:n_ctx]
         model.load_state_dict(model.state_dict() | weights)  # what belongs to the rule stays as it is
         return model.eval()
 
@@ -383,14 +384,19 @@ def checkpoint_file(path):
 
 
 def load_checkpoint(path, device='cpu'):
-    """ The dict that train.py saved: tensors and plain values, no code can ride along. ValueError if it is not. """
+    """ The dict that train.py saved, held against the file's checksums: plain values, no code. ValueError if not. """
     try:
+        with zipfile.ZipFile(path) as z:
+            if damage := z.testzip():  # torch itself does not look
+                raise zipfile.BadZipFile(damage)
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f'{path}: no such checkpoint') from None
-    except Exception as e:  # torch and pickle raise a dozen kinds for a damaged or foreign file
+    except zipfile.BadZipFile as e:
+        raise ValueError(f'{path}: not a whole checkpoint (damage: {e})') from e
+    except Exception as e:  # zipfile, torch and pickle raise a dozen kinds for a damaged or foreign file
         raise ValueError(f'{path}: not a readable checkpoint ({type(e).__name__})') from e
-    if not isinstance(state, dict) or not {'model', 'model_config'} <= state.keys():
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ('model', 'model_config')):
         raise ValueError(f'{path}: not a checkpoint of this project (it lacks model or model_config)')
     return state
 
@@ -438,6 +444,9 @@ def load_gpt2(name):
     """ transformers' GPT2LMHeadModel, from this machine if it is here; ValueError if it cannot be had or differs. """
     try:
         from transformers import GPT2LMHeadModel
+        from transformers.utils import logging
+        logging.set_verbosity_error()  # its report of what does not fit; we say it in a line
+        logging.disable_progress_bar()
         load = partial(GPT2LMHeadModel.from_pretrained, name, output_loading_info=True)
         try:
             gpt2, info = load(local_files_only=True)
@@ -454,7 +463,7 @@ def load_gpt2(name):
     c = gpt2.config
     same = (c.activation_function in ('gelu_new', 'gelu_pytorch_tanh') and c.n_inner in (None, 4 * c.n_embd)
             and c.scale_attn_weights and not c.scale_attn_by_inverse_layer_idx and c.tie_word_embeddings)
-    if info['missing_keys'] or not same:
+    if info['missing_keys'] or any(key.endswith('.weight') for key in info['unexpected_keys']) or not same:
         raise ValueError(f'{name!r}: must be a GPT-2 like those of OpenAI; its weights or its config.json differ')
     return gpt2
 
@@ -466,7 +475,8 @@ def transpose(weights):
 
 def initial_weights(source, config, tokenizer):
     """ A GPT(config), under any residual rule, with the weights of a standard run's folder; tokenizer: its state(). """
-    state = load_checkpoint(checkpoint_file(source))
+    path = checkpoint_file(source)
+    state = load_checkpoint(path)
     old = state['model_config']
     if old.get('residual') != 'standard':
         raise ValueError(f'residual={old.get("residual")!r} in {source!r}: must be standard for weights to go on')
@@ -476,5 +486,9 @@ def initial_weights(source, config, tokenizer):
         if old.get(key) != getattr(config, key):
             raise ValueError(f'{key}={getattr(config, key)!r}: must be {old.get(key)!r}, as in {source!r}')
     model = GPT(config)
-    model.load_state_dict(model.state_dict() | state['model'])
+    own = {k: v for k, v in model.state_dict().items() if k.startswith('residual.')}  # the rule's
+    try:
+        model.load_state_dict(own | state['model'])
+    except (TypeError, AttributeError, RuntimeError) as e:
+        raise ValueError(f'{path}: model and model_config do not fit ({str(e).splitlines()[0]})') from e
     return model

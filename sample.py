@@ -49,7 +49,7 @@ def read_start(start):
     show, text = configuration.brief.repr(start), start
     if start.startswith('FILE:'):
         try:
-            with open(start[5:], encoding='utf-8') as f:
+            with open(start[5:], encoding='utf-8-sig') as f:
                 text = f.read()
         except (OSError, ValueError) as e:  # ValueError: not UTF-8, a null in the name
             raise ValueError(f'start={show}: must be a readable UTF-8 file: {getattr(e, "strerror", None) or e}') from e

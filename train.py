@@ -14,12 +14,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
 import time
-import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -36,7 +36,7 @@ import baselines  # noqa: F401 - importing it registers its rules
 import config as configuration
 import kernels
 from data.prepare import load
-from model import GPT, GPTConfig, initial_weights, load_checkpoint, model_config
+from model import GPT, GPTConfig, checkpoint_file, initial_weights, load_checkpoint, model_config
 
 
 @dataclass
@@ -104,6 +104,8 @@ FREE = set('out_dir resume overwrite device compile kernel recompute log_interva
 def pick_device(name):
     """ The torch.device that name stands for; auto takes CUDA, else MPS, else the CPU. """
     given = name
+    if not re.fullmatch(r'auto|cpu|mps|cuda(:\d{1,3})?', name):
+        raise ValueError(f'device={given!r}: must be auto, cpu, cuda, cuda:N or mps')
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     try:
@@ -123,6 +125,8 @@ def pick_dtype(name, device):
         name = 'bfloat16' if bf16 else 'float16' if device.type == 'cuda' else 'float32'
     if name == 'float16' and device.type != 'cuda':
         raise ValueError(f"dtype='float16': needs CUDA (gradients are scaled there), the device is {device.type}")
+    if name not in DTYPES:
+        raise ValueError(f'dtype={name!r}: must be one of auto, ' + ', '.join(DTYPES))
     return DTYPES[name]
 
 
@@ -256,15 +260,7 @@ def save(state, path):
 
 
 def read_checkpoint(path, needs=()):
-    """ The dict that save wrote, every byte held against the file's checksums. ValueError says what is wrong. """
-    if os.path.isfile(path):  # if not, load_checkpoint says so
-        try:
-            with zipfile.ZipFile(path) as z:
-                damage = z.testzip()
-        except Exception as e:  # zipfile raises a dozen kinds for a damaged or foreign file
-            damage = f'{type(e).__name__}: {e}'
-        if damage:
-            raise ValueError(f'{path}: not a whole checkpoint (damage: {damage})')
+    """ The dict that save wrote. ValueError says what is wrong. """
     state = load_checkpoint(path)
     for key in needs:
         if key not in state:
@@ -312,7 +308,7 @@ def first_model(cfg, data):
     model = cfg.model(data.rows)
     if not cfg.init_from or cfg.resume:
         return GPT(model)
-    if os.path.exists(os.path.join(cfg.init_from, 'ckpt.pt')):
+    if os.path.isfile(checkpoint_file(cfg.init_from)):
         return initial_weights(cfg.init_from, model, data.meta['tokenizer'])
     if data.meta['tokenizer']['kind'] != 'gpt2':
         raise ValueError(f'dataset={cfg.dataset!r}: must be of --tokenizer=gpt2 for init_from={cfg.init_from!r}')
@@ -379,6 +375,8 @@ class Run:
             try:
                 for key in ('model', 'optimizer', 'scaler'):
                     getattr(self, key).load_state_dict(state[key])
+                if differ := vars(self.now).keys() ^ state['progress'].keys():
+                    raise ValueError(f'progress: {", ".join(map(str, differ))}')
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
                 raise ValueError(f'{self.ckpt}: does not fit this run ({str(e).splitlines()[0]})') from e
             self.now = SimpleNamespace(**state['progress'])
@@ -478,7 +476,7 @@ class Run:
         """ Steps and evaluates until max_iters, patience or a signal ends it. """
         cfg, now = self.cfg, self.now
         with tqdm(total=cfg.max_iters, initial=now.step, unit='step', leave=False,
-                  disable=bool(self.quiet or self.label) or None) as bar:
+                  disable=bool(self.quiet or self.label or sys.stderr is None) or None) as bar:
             while True:
                 evaluated = now.history and now.history[-1][0] == now.step
                 if not evaluated and (now.step % cfg.eval_interval == 0 or now.step == cfg.max_iters):
@@ -545,8 +543,8 @@ def main(argv=None):
     try:
         if values.get('resume'):
             values = {'out_dir': TrainConfig.out_dir} | values
-            saved = read_run(values['out_dir'])['config']
-            values = {k: v for k, v in saved.items() if hasattr(TrainConfig, k)} | values
+            saved = read_run(TrainConfig(out_dir=values['out_dir']).out_dir)['config']
+            values = {f.name: saved[f.name] for f in fields(TrainConfig) if f.name in saved} | values
         return train(TrainConfig(**values))
     except ValueError as e:
         configuration.fail(e)

@@ -183,7 +183,8 @@ class Unfinished:
         self.close()  # Windows gives no open file another name
         tokens = {split: self.state['bytes'][split] // 2 for split in SPLITS}
         if min(tokens.values()) < 2:
-            (self.folder / 'progress.json').unlink()
+            for name in ('progress.json', *(f'{split}.bin.part' for split in SPLITS)):
+                (self.folder / name).unlink()
             raise ValueError(f'{self.state["origin"]}: too short, {tokens["train"]} + {tokens["val"]} tokens (train + '
                              f'val) of {self.state["documents"]} documents; give more, or a smaller --val_every')
         meta = {'tokenizer': GPT2Tokenizer().state(), 'n_vocab': GPT2Tokenizer.n_vocab, 'tokens': tokens, 'sha256': {}}
@@ -211,7 +212,11 @@ def prepare_documents(name: str, source: str, val_every: int = 2000, num_proc: i
     files = [] if kind == 'hf' else sorted(glob.glob(pattern, recursive=True))
     if kind != 'hf' and not files:
         raise ValueError(f'{source}: no such file; give a path, or a pattern in quotes')
-    what = {'origin': source, 'val_every': val_every, 'files': [[path, os.path.getsize(path)] for path in files]}
+    try:
+        sizes = [[path, (s := os.stat(path)).st_size, s.st_mtime_ns] for path in files]
+    except OSError as e:
+        raise ValueError(f'{source}: {e.filename}: {e.strerror}') from e
+    what = {'origin': source, 'val_every': val_every, 'files': sizes}
     folder = Path(root) / name
     gpt2_bpe()  # its complaint, or its download, comes before any process starts
     try:
@@ -222,11 +227,11 @@ def prepare_documents(name: str, source: str, val_every: int = 2000, num_proc: i
     with locked(folder, wait=False), ExitStack() as stack:
         with suppress(FileNotFoundError):
             meta = json.loads((folder / 'meta.json').read_bytes())
-            sizes = {split: (folder / f'{split}.bin').stat().st_size // 2 for split in SPLITS}
-            if meta == meta | what | {'tokens': sizes}:
+            tokens = {split: (folder / f'{split}.bin').stat().st_size // 2 for split in SPLITS}
+            if meta == meta | what | {'tokens': tokens}:
                 return meta  # it is all there
         out = stack.enter_context(closing(Unfinished(folder, what)))
-        need = EXPECTED[source][1] if source in EXPECTED else sum(size for _, size in what['files']) / 2
+        need = EXPECTED[source][1] if source in EXPECTED else sum(size for _, size, _ in sizes) / 2
         need -= sum(out.state['bytes'].values())
         if (free := shutil.disk_usage(folder).free) < need:
             raise ValueError(f'name={name!r}: must have room for about {need / 1e9:.1f} GB of tokens, the disk has '

@@ -47,7 +47,7 @@ def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, ro
     if input is None and name not in BUNDLED:
         raise ValueError(f'name={name!r}: not a bundled text ({", ".join(BUNDLED)}); give your own: --input=FILE')
     bundled, kind = BUNDLED[name] if input is None else (None, 'char')
-    path, kind = DATA / bundled if bundled else Path(input), tokenizer or kind
+    path, kind = DATA / bundled if bundled else Path(input), kind if tokenizer is None else tokenizer
     text, folder = read(path), Path(root) / name
     check_name(name)
     if not 0 < val_fraction < 1:
@@ -80,7 +80,9 @@ def load(name: str, root=DATA) -> tuple[dict, dict]:
         tokens = {split: np.memmap(folder / f'{split}.bin', '<u2', 'r') for split in SPLITS}
         if any(len(tokens[split]) != meta['tokens'][split] for split in SPLITS):
             raise ValueError('sizes differ from meta.json')
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        if tokenizer_from(meta['tokenizer']).n_vocab != meta['n_vocab'] or {*meta['sha256']} != {*SPLITS}:
+            raise ValueError('meta.json does not fit itself')
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         how = name if name in {**BUNDLED, **CORPORA} else f'--input=FILE --name={name}'
         raise ValueError(f'dataset={name!r}: missing or damaged, {e}; run python data/prepare.py {how}') from e
     return meta, tokens
@@ -121,12 +123,14 @@ def main(argv=None):
     try:
         meta = prepare_documents(name, source, **{'num_proc': min(os.cpu_count() or 1, 16)} | keys[True]) \
             if documents else prepare(name, args.input, args.tokenizer, **keys[False])
+        print(f'data/{name}: {meta["tokens"]["train"]:,} train and {meta["tokens"]["val"]:,} val tokens, '
+              f'vocabulary {meta["n_vocab"]:,} ({meta["tokenizer"]["kind"]}), from {meta["origin"]}', flush=True)
     except ValueError as e:
         fail(e)
     except KeyboardInterrupt:
         fail('stopped; of documents, what is finished is kept: the same command goes on from there', 130)
-    print(f'data/{name}: {meta["tokens"]["train"]:,} train and {meta["tokens"]["val"]:,} val tokens, '
-          f'vocabulary {meta["n_vocab"]:,} ({meta["tokenizer"]["kind"]}), from {meta["origin"]}')
+    except OSError as e:  # of the line above; what concerns files is a ValueError
+        fail(e, 1)
 
 
 if __name__ == '__main__':

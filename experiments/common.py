@@ -57,6 +57,8 @@ def write_json(path, value):
     try:
         with open(path + '.tmp', 'w', encoding='utf-8') as f:
             json.dump(value, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(path + '.tmp', path)
     except OSError as e:
         if os.path.exists(path + '.tmp'):

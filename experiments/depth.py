@@ -123,7 +123,10 @@ def examine(folder, cfg, device):
     if run.get('tokenizer') != data.meta['tokenizer']:
         raise ValueError(f'{folder}: must have the tokenizer that dataset={dataset!r} has now')
     label = c.residual + (f':{c.residual_blocks}' if c.residual == 'block' else '')
-    return label, {'checkpoint': folder} | observe(model, data.val_batches())
+    seen = observe(model, data.val_batches())
+    if 'stream' not in seen:
+        raise ValueError(f'{folder}: must have finite weights and activations')
+    return label, {'checkpoint': folder} | seen
 
 
 def cells(m):

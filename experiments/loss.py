@@ -130,7 +130,8 @@ def compare(cfg, argv):
     for s in range(cfg.seed, cfg.seed + cfg.seeds):
         todo += [(label, c) for label, c in cfg.mode_configs(seed=s).items() if label in labels]
         if cfg.noise:
-            todo.append((f'{base}, other batches', cfg.mode_configs(seed=s, data_seed=2**31 - 1 - s or 1)[base]))
+            other = next(d for d in (2**31 - 1 - s, 1, 2) if d not in (0, cfg.data_seed or s))
+            todo.append((f'{base}, other batches', cfg.mode_configs(seed=s, data_seed=other)[base]))
     for (label, _), result in zip(todo, run_all(todo, cfg), strict=True):
         runs.setdefault(label, []).append(result)
     cost, folders = {}, {label: runs[label][0]['out_dir'] for label in labels}

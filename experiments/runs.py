@@ -11,14 +11,17 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
+from glob import glob
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
+from threading import Thread
 
 import torch
 
 import config as configuration
 from data.prepare import load
 from experiments.common import commit, environment, mode_keys, preset, table, write_json
+from model import checkpoint_file
 from train import FREE, Diverged, TrainConfig, pick_device, pick_dtype, train
 
 
@@ -99,12 +102,13 @@ def run_key(cfg, data):
 
 
 def kept(folder):
-    """ The result of the finished run in folder, or None. """
-    path = os.path.join(folder, 'result.json')
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding='utf-8') as f:
-        return json.load(f) | {'out_dir': folder}
+    """ The result of the finished run in folder, else None: if its file is damaged, the checkpoint can tell again. """
+    with suppress(FileNotFoundError, ValueError):
+        with open(os.path.join(folder, 'result.json'), encoding='utf-8') as f:
+            result = json.load(f)
+        if isinstance(result, dict) and 'commit' in result:  # written last
+            return result | {'out_dir': folder}
+    return None
 
 
 def run(cfg, folder, title, label='', goes_on=False):
@@ -131,6 +135,8 @@ def run(cfg, folder, title, label='', goes_on=False):
 def alone(threads, *call):
     """ run(*call) as all that a process does. """
     torch.set_num_threads(threads)
+    parent = parent_process()  # if that is killed, this saves and ends
+    Thread(target=lambda: (parent.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
     try:
         run(*call)
     except ValueError as e:
@@ -174,9 +180,10 @@ def run_all(todo, cfg):
     On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
     """
     data = load(cfg.dataset)[0]['sha256']
-    if cfg.init_from and os.path.exists(start := os.path.join(cfg.init_from, 'ckpt.pt')):
-        with open(start, 'rb') as f:
-            data = data | {'start': hashlib.file_digest(f, 'sha256').hexdigest()}
+    start = checkpoint_file(cfg.init_from) if cfg.init_from else ''
+    for path in filter(os.path.isfile, [start, *sorted(glob(os.path.join(start, '*')))]):
+        with open(path, 'rb') as f:
+            data = data | {os.path.basename(path): hashlib.file_digest(f, 'sha256').hexdigest()}
     folders = [os.path.join(cfg.out_dir, 'runs', f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}')
                for _, c in todo]
     unique = {folder: pair for folder, pair in zip(folders, todo, strict=True)}

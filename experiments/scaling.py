@@ -36,6 +36,7 @@ class ScalingConfig(RunsConfig):
         numbers = [int(n) if n.strip().isdecimal() and len(n) < 5 else 0 for n in self.sizes.split(',')]
         check('sizes', len(numbers) > 1 and all(n > 0 and n % 2 == 0 for n in numbers)
               and sorted(set(numbers)) == numbers, 'two or more even numbers, growing, for example 4,6,8')
+        check('max_iters', self.max_iters > 0, '1 or more')
         check('aspect', self.aspect > 0 and self.aspect % 16 == 0, 'a multiple of 16: heads are 32 wide')
         self.ladder = {n: self.rung(n, numbers[0]) for n in numbers}
         for keys in self.ladder.values():

@@ -390,6 +390,7 @@ def test_processes_at_once(text, tmp_path):
     (b'a' * 100,         {'val_fraction': 1.0}, r'val_fraction=1.0: must be between 0 and 1'),
     (b'a' * 100,         {'val_fraction': float('nan')}, r'val_fraction=nan: must be between 0 and 1'),
     (b'a' * 100,         {'tokenizer': 'bpe'}, r"tokenizer='bpe': must be one of char, bytes, gpt2"),
+    (b'a' * 100,         {'tokenizer': ''}, r"tokenizer='': must be one of char, bytes, gpt2"),
     (b'a' * 100,         {'name': ''}, r"name='': must be the plain name of a folder"),
     (b'a' * 100,         {'name': '.'}, r"name='\.': must be the plain name"),
     (b'a' * 100,         {'name': '..'}, r"name='\.\.': must be the plain name"),
@@ -432,7 +433,11 @@ def test_unwritable(text, tmp_path):
     lambda f: (f / 'meta.json').write_text('{}'), lambda f: (f / 'meta.json').write_text('[]'),
     lambda f: (f / 'train.bin').unlink(), lambda f: (f / 'train.bin').write_bytes(b'abcd'),
     lambda f: (f / 'val.bin').write_bytes(b''), lambda f: (f / 'val.bin').write_bytes(b'abc'),
-    lambda f: (f / 'val.bin').write_bytes(b'abcd')])
+    lambda f: (f / 'val.bin').write_bytes(b'abcd'), lambda f: (f / 'meta.json').write_text('[' * 10**5),
+    *(lambda f, change=change: (f / 'meta.json').write_text(json.dumps(
+        {k: v for k, v in (json.loads((f / 'meta.json').read_bytes()) | change).items() if v is not None}))
+      for change in ({'n_vocab': None}, {'n_vocab': '11'}, {'tokenizer': None}, {'tokenizer': 'char'}, {'sha256': None},
+                     {'tokenizer': {'kind': 'words'}}, {'tokenizer': {'kind': 'char', 'chars': 'abc'}}))])
 def test_load_refuses_what_is_damaged(text, tmp_path, damage):
     prepare('x', text('some text, some text, some text'), root=tmp_path)
     damage(tmp_path / 'x')
@@ -725,6 +730,7 @@ def test_documents_refused(bpe, text, tmp_path, rows, message):
         prepare_documents('x', f'jsonl:{tmp_path}/a.jsonl', root=tmp_path)
     assert '\n' not in str(e.value)
     assert not (tmp_path / 'x' / 'meta.json').exists() and not (tmp_path / 'x' / 'progress.json').exists()
+    assert 'too short' not in message or [p.name for p in (tmp_path / 'x').iterdir()] == ['.lock']
 
 
 def test_documents_refused_before_anything_is_made(bpe, text, tmp_path, monkeypatch):
@@ -807,6 +813,21 @@ def test_documents_unfinished_ones_are_not_mixed(bpe, tmp_path, small_chunks, mo
     (tmp_path / 'x' / 'val.bin.part').write_bytes(b'')
     with pytest.raises(ValueError, match="name='x': val.bin.part is damaged; delete progress.json"):
         prepare_documents('x', source, val_every=7, root=tmp_path)
+
+
+def test_documents_that_were_edited_are_read_anew(bpe, tmp_path):
+    source = write_jsonl(tmp_path / 'in', documents())
+    before = prepare_documents('x', source, val_every=7, root=tmp_path)['sha256']
+    file, *_ = sorted((tmp_path / 'in').iterdir())
+    file.write_bytes(b'\n'.join(reversed(file.read_bytes().split(b'\n'))))  # as long as before
+    os.utime(file, ns=(1, 1))
+    assert prepare_documents('x', source, val_every=7, root=tmp_path)['sha256'] != before
+
+
+def test_documents_a_link_to_nothing(bpe, tmp_path):
+    os.symlink(tmp_path / 'nowhere', tmp_path / 'a.jsonl')
+    with pytest.raises(ValueError, match=r'a\.jsonl: No such file or directory'):
+        prepare_documents('x', f'jsonl:{tmp_path}/*.jsonl', root=tmp_path)
 
 
 def test_documents_in_use(bpe, tmp_path):

@@ -1,5 +1,7 @@
 """ GPT-2's weights in and out, and those of a standard run under another rule. Random GPT-2s: no network. """
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +228,39 @@ def test_another_rule_is_refused(run, residual):
 def test_another_tokenizer_is_refused(run, tokenizer):
     with pytest.raises(ValueError, match=f"tokenizer='{tokenizer['kind']}': must be the one of"):
         initial_weights(run()[0], like(), tokenizer)
+
+
+def test_weights_that_are_damaged_or_missing_are_refused(run):
+    folder, model = run()
+    path = Path(folder, 'ckpt.pt')
+    whole, weight = path.read_bytes(), model.state_dict()['transformer.wte.weight'].numpy().tobytes()
+    at = whole.index(weight) + 2
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+    with pytest.raises(ValueError, match='ckpt.pt: not a whole checkpoint .damage: '):
+        initial_weights(folder, like(residual='full'), CHAR)
+    with pytest.raises(ValueError, match='ckpt.pt: not a whole checkpoint .damage: '):
+        GPT.from_checkpoint(folder)
+    path.write_bytes(whole)
+    good = torch.load(path)
+    weights = good['model']
+    bad = [{k: v for k, v in weights.items() if k != 'transformer.h.0.attn.c_attn.weight'}, weights | {'x': weights[
+        'lm_head.weight']}, weights | {'lm_head.weight': torch.zeros(3)}, weights | {5: torch.zeros(3)}, 5, [weights]]
+    for model in bad:
+        torch.save(good | {'model': model}, path)
+        with pytest.raises(ValueError, match='ckpt.pt: (model and model_config do not fit|not a checkpoint of this)'):
+            initial_weights(folder, like(residual='full'), CHAR)
+    torch.save(good | {'model_config': 5}, path)
+    with pytest.raises(ValueError, match='ckpt.pt: not a checkpoint of this project'):
+        initial_weights(folder, like(), CHAR)
+
+
+def test_half_of_a_gpt2_is_refused(pretrained, tmp_path, capfd):
+    folder = shutil.copytree(pretrained[0], tmp_path / 'half')
+    text = (folder / 'config.json').read_text()
+    (folder / 'config.json').write_text(text.replace('"n_layer": 3', '"n_layer": 2'))
+    with pytest.raises(ValueError, match='its weights or its config.json differ'):
+        GPT.from_pretrained(str(folder))
+    assert capfd.readouterr().err == ''  # the reader gets our line alone
 
 
 def test_no_run_there(tmp_path):

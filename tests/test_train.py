@@ -415,6 +415,9 @@ def spoil(path, how):
     elif how == 'other shape':
         state['model']['transformer.wpe.weight'] = torch.zeros(9, 16)
         torch.save(state, path)
+    elif how.startswith('progress without '):
+        del state['progress'][how.split()[2]]
+        torch.save(state, path)
     elif how == 'gone':
         path.unlink()
 
@@ -450,6 +453,8 @@ class Evil:
         'weights without names',
         'a key more',
         'other shape',
+        'progress without step',
+        'progress without log',
         'gone',
     ],
 )
@@ -569,6 +574,8 @@ def test_patience_and_best(config, root, monkeypatch):
         ({'vocab_size': 9}, 'vocab_size=9'),
         ({'dataset': 'none'}, "dataset='none'"),
         ({'device': 'cuda:77'}, "device='cuda:77'"),
+        ({'device': 'hpu'}, "device='hpu': must be auto, cpu, cuda, cuda:N or mps"),
+        ({'device': 'cpu:9'}, "device='cpu:9': must be auto, cpu, cuda, cuda:N or mps"),
         ({'dtype': 'float16'}, "dtype='float16'"),
         ({'batch_size': 2**30}, 'batch_size='),
         ({'n_embd': 2**20}, 'n_embd=.*must fit into memory'),
@@ -620,6 +627,18 @@ def test_main_starts_a_run_from_its_command_line(root, monkeypatch, capsys):
         T.main(['--help'])
     said = capsys.readouterr().out
     assert not e.value.code and 'Trains a GPT with any residual rule' in said and '--nproc' not in said
+
+
+def test_out_dir_of_another_type_is_named_on_resume(root, capsys):
+    (root / 'a.toml').write_text('out_dir = 5\nresume = true\n')
+    with pytest.raises(SystemExit) as e:
+        T.main([str(root / 'a.toml')])
+    assert e.value.code == 2 and capsys.readouterr().err.startswith('error: out_dir=5: must be of type str')
+
+
+def test_it_trains_without_a_terminal_at_all(config, monkeypatch):
+    monkeypatch.setattr(sys, 'stderr', None)  # 2>&-
+    assert T.train(config(max_iters=1))['step'] == 1
 
 
 @pytest.mark.parametrize('end, code, said', [(ValueError('x=1: y'), 2, 'error: x=1: y\n'),
