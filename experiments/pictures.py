@@ -135,7 +135,8 @@ def depth(modes, path):
         ax.set_title(label)
     figure.supylabel('who reads: transformer block', fontsize=9)
     figure.supxlabel('what is read: embedding, outputs of transformer block', fontsize=9)
-    figure.colorbar(image, ax=[*axes.flat[:len(shown)]], label='mean weight', shrink=0.8, format='%g', extend='max' if high == 2 else None,
+    figure.colorbar(image, ax=[*axes.flat[:len(shown)]], label='mean weight', shrink=0.8, format='%g',
+                    extend='max' if high == 2 else None,
                     ticks=[t for t in (-1, -0.3, -0.1, 0, 0.01, 0.1, 0.3, 0.6, 1, 2) if low <= t <= high])
     handles = [pyplot.Line2D([], [], color=c, marker=k, ls='', ms=4, label=f'{x} reads') for x, (c, k) in KINDS.items()]
     if any((m['S'] or 1) > 1 for m in shown.values()):

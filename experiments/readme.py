@@ -199,8 +199,7 @@ def rerun(names):
     if any(ENWIK8[0] in RERUN[name][1] for name in names):
         load('enwik8')  # says now, not hours later, that it is missing
     for name in names:
-        verb, argv, files = RERUN[name]
-        out = Path('out', 'readme', name)
+        (verb, argv, files), out = RERUN[name], Path('out', 'readme')  # one for all: parts share runs
         print(f'--- {name} ---', flush=True)
         if name == 'traffic':
             write_json('assets/traffic.json', traffic())
