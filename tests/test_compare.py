@@ -1,5 +1,6 @@
 """ compare.py: pairing, statistics, reuse of runs, the table, the pictures. """
 import json
+import os
 import statistics
 
 import pytest
@@ -70,6 +71,68 @@ def test_finished_runs_are_kept_and_overwrite_redoes_them(done, monkeypatch, cap
     assert len(trained) == 4
     compare.main([*args, '--learning_rate=1e-3'])  # another run: not the kept one
     assert len(trained) == 8
+
+
+@pytest.mark.parametrize('damage', ['', '[1]', '5', '{}', '{"commit": '])
+def test_a_damaged_result_is_told_again_by_its_checkpoint(damage, tmp_path):
+    args = [*BARE, '--modes=standard', f'--out_dir={tmp_path}']
+    first = compare.main(args)
+    path, = tmp_path.glob('runs/*/result.json')
+    path.write_text(damage)
+    again = compare.main(args)
+    assert again['modes']['standard']['final_loss'] == first['modes']['standard']['final_loss']
+    assert json.loads(path.read_text())['commit'] == first['commit'] == again['commit']
+
+
+def test_other_weights_to_begin_with_are_another_run(tmp_path, monkeypatch):
+    trained = []
+
+    def fake(cfg, label):
+        trained.append(cfg)
+        os.makedirs(cfg.out_dir)
+        return {'final_loss': 1.0, 'stopped': None}
+    monkeypatch.setattr(runs, 'train', fake)
+    cfg = runs.RunsConfig(dataset='shakespeare_char', out_dir=str(tmp_path / 'out'), workers=1, device='cpu',
+                          init_from=str(tmp_path / 'start'))
+    (tmp_path / 'start').mkdir()
+    for files, new in (({'config.json': 'a', 'model.safetensors': 'b'}, 1), ({}, 1), ({'model.safetensors': 'c'}, 2),
+                       ({'ckpt.pt': 'd'}, 3), ({'best.pt': 'e'}, 4), ({'ckpt.pt': 'f'}, 4), ({'best.pt': 'g'}, 5)):
+        for name, text in files.items():
+            (tmp_path / 'start' / name).write_text(text)
+        runs.run_all([('standard', cfg.plain())], cfg)
+        assert len(trained) == new, files
+
+
+@pytest.mark.parametrize('keys', [{'seed': 2**31 - 1}, {'seed': 1337, 'data_seed': 2**31 - 1 - 1337}, {'seed': 1},
+                                  {'seed': 2**31 - 1, 'data_seed': 1}])
+def test_other_batches_are_others(keys, tmp_path, monkeypatch):
+    class Enough(Exception):
+        pass
+
+    def look(todo, cfg):
+        base, other = (c for _, c in todo)
+        assert (other.data_seed or other.seed) != (base.data_seed or base.seed) and other.seed == base.seed
+        raise Enough
+    monkeypatch.setattr(L, 'run_all', look)
+    with pytest.raises(Enough):
+        compare.main([*TINY, '--modes=standard', *(f'--{k}={v}' for k, v in keys.items()), f'--out_dir={tmp_path}'])
+
+
+def test_threads_do_not_depend_on_what_is_left_to_run(monkeypatch):
+    monkeypatch.setattr(runs.os, 'sched_getaffinity', lambda pid: range(8), raising=False)
+    shares = {w: runs.RunsConfig(workers=w, device='cpu').share for w in (0, 1, 2, 3, 16)}
+    assert shares == {0: (8, 1), 1: (1, 8), 2: (2, 4), 3: (3, 2), 16: (16, 1)}
+    used = []
+    monkeypatch.setattr(torch, 'set_num_threads', used.append)
+    runs.settings(runs.RunsConfig, ['config/compare_cpu.toml', '--workers=2', '--device=cpu'], 'compare', '')
+    assert used == [4]
+
+
+def test_costs_are_relative_to_the_base(done, monkeypatch):
+    out, _ = done
+    data = compare.main([*BARE, '--modes=full,standard', f'--out_dir={out}'])
+    assert data['base'] == 'standard' and data['modes']['standard']['cost']['ratio'] == 1.0
+    assert data['modes']['full']['cost']['ratio'] != 1.0
 
 
 def test_an_interrupted_run_continues(tmp_path, monkeypatch):
@@ -189,7 +252,8 @@ def test_mean_loss_in_the_table_is_that_of_the_runs(done):
     (['--resume'], 'resumed'), (['--seeds=2', '--seed=2147483647'], 'seeds=2'),
     (['speed', '--kernel=torch'], '--kernels'),
     (['speed', '--out=/no/such/folder/x.json'], 'out='), (['speed', '--threads=99999999999'], 'threads='),
-    (['speed', '--batch_size=0'], 'batch_size=0'),
+    (['speed', '--batch_size=0'], 'batch_size=0'), (['speed', '--dtype=x', '--device=cpu'], "dtype='x'"),
+    (['speed', '--dtype=float64', '--device=cpu'], "dtype='float64'"),
 ])
 def test_what_would_be_ignored_or_fail_late_is_refused_early(args, says, capsys):
     with pytest.raises(SystemExit) as e:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import compare
+from experiments import runs
 from train import read_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -261,24 +262,30 @@ SIDE_BY_SIDE = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=32', '--n_he
                 '--residual_blocks=2', '--modes=standard,block', '--noise=false', '--timing_rounds=0', '--device=cpu']
 
 
+def under_way(parent, folder):
+    """ Waits until two runs side by side have logged some steps; their logs. """
+    for _ in range(20 * PATIENCE):
+        logs = [*folder.glob('runs/*/log.jsonl')]
+        if len(logs) == 2 and min(len(log.read_text().splitlines()) for log in logs) > 4 or parent.poll() is not None:
+            return logs
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, capsys):
+def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, capsys, monkeypatch):
     """ Ctrl-C reaches the whole group, SIGTERM only the parent: either way two runs side by side save and resume. """
     argv = [sys.executable, 'compare.py', *SIDE_BY_SIDE, '--workers=2', f'--out_dir={tmp_path / "cut"}']
     two = [*os.sched_getaffinity(0)][:2]  # so that each run has one thread, as below
     parent = subprocess.Popen(argv, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, two))
-    for _ in range(20 * PATIENCE):
-        logs = [*(tmp_path / 'cut').glob('runs/*/log.jsonl')]
-        if len(logs) == 2 and min(len(log.read_text().splitlines()) for log in logs) > 4 or parent.poll() is not None:
-            break
-        time.sleep(0.05)
+    under_way(parent, tmp_path / 'cut')
     (os.killpg if number == signal.SIGINT else os.kill)(parent.pid, number)
     out = parent.communicate(timeout=PATIENCE)[0]
     assert parent.returncode == 130 and 'the same command goes on' in out and 'Traceback' not in out, out
     assert not [*(tmp_path / 'cut').glob('runs/*/result.json')]
     steps = [read_checkpoint(str(path))['progress']['step'] for path in (tmp_path / 'cut').glob('runs/*/ckpt.pt')]
     assert len(steps) == 2 and min(steps) > 0 and max(steps) < 2000
+    monkeypatch.setattr(runs.RunsConfig, 'share', (1, 1))  # the threads of before
     cut, whole = (compare.main([*SIDE_BY_SIDE, '--workers=1', f'--out_dir={tmp_path / name}'])
                   for name in ('cut', 'whole'))
     assert capsys.readouterr().out.count('resumed at step') == 2
@@ -286,9 +293,29 @@ def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, caps
         assert cut['modes'][mode]['final_loss'] == whole['modes'][mode]['final_loss']
 
 
+def test_without_their_parent_runs_save_and_end(tmp_path):
+    fcntl = pytest.importorskip('fcntl')
+    endless = [a for a in SIDE_BY_SIDE if not a.startswith('--max_iters')]
+    argv = [sys.executable, 'compare.py', *endless, '--max_iters=1000000', '--workers=2', f'--out_dir={tmp_path}']
+    parent = subprocess.Popen(argv, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    logs = under_way(parent, tmp_path)
+    parent.kill()
+    parent.wait()
+    for log in logs:
+        with open(log.parent / 'lock') as lock:
+            for _ in range(20 * PATIENCE):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # the run goes on
+                    time.sleep(0.05)
+            else:
+                raise AssertionError('a run without a parent does not end')
+        assert 0 < read_checkpoint(str(log.parent / 'ckpt.pt'))['progress']['step'] < 1_000_000
+
+
 def test_one_run_that_fails_stops_the_others_and_says_why(tmp_path):
     """ The second of three runs meets a folder that cannot be written: the first saves, the third does not begin. """
-    from experiments import runs
     cfg = runs.RunsConfig(**KEYS | {'max_iters': 100_000, 'out_dir': str(tmp_path)})
     (tmp_path / 'taken').write_text('')
     calls = [(cfg.plain(seed=i), str(tmp_path / name), name, f'{name}: ') for i, name in enumerate(('a', 'taken', 'c'))]

@@ -36,6 +36,10 @@ def test_traffic_of_gpt2(residual, N, low, high):
     assert low < speed.traffic(config, 12) <= high
 
 
+def test_standard_comes_first():
+    assert [*speed.candidates(speed.SpeedConfig(modes='block:8,standard,full'))] == ['standard', 'block:8', 'full']
+
+
 def test_without_standard_the_first_mode_is_the_base(capsys):
     data = compare.main([*SMALL, '--modes=full', '--decode=false'])
     assert data["rows"]["full"]["step"]["ratio"] == 1.0 and "decode" not in data["rows"]["full"]
