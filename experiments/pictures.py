@@ -129,7 +129,7 @@ def depth(modes, path):
                        transform=ax.get_yaxis_transform(), clip_on=False, lw=0)
         pairs = range(0, n // 2, -(-n // 26))  # the transformer blocks that have room for a label
         ax.set_yticks([*(2 * b + 0.5 for b in pairs), n - 1], [*(str(b + 1) for b in pairs), 'output'])
-        ax.set_xticks([0, *(2 * b + 1.5 for b in pairs)], ['emb.', *(str(b + 1) for b in pairs)])
+        ax.set_xticks([0, *(2 * b + 1.5 for b in pairs)], ['emb.', *(str(b + 1) if b else '' for b in pairs)])
         ax.tick_params(length=0, labelsize=7, grid_alpha=0)
         ax.tick_params(axis='y', pad=9)
         ax.set_title(label)

@@ -180,8 +180,10 @@ def run_all(todo, cfg):
     On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
     """
     data = load(cfg.dataset)[0]['sha256']
-    start = checkpoint_file(cfg.init_from) if cfg.init_from else ''
-    for path in filter(os.path.isfile, [start, *sorted(glob(os.path.join(start, '*')))]):
+    files = sorted(glob(os.path.join(cfg.init_from, '*'))) if cfg.init_from else []
+    if cfg.init_from and os.path.isfile(start := checkpoint_file(cfg.init_from)):
+        files = [start]  # of the run there, the one that is loaded
+    for path in filter(os.path.isfile, files):
         with open(path, 'rb') as f:
             data = data | {os.path.basename(path): hashlib.file_digest(f, 'sha256').hexdigest()}
     folders = [os.path.join(cfg.out_dir, 'runs', f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}')
