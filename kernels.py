@@ -1,7 +1,8 @@
 """
 Depth attention, fast: what the rules in model.py compute, without copying or normalising a source for every read.
 
-Read l mixes the sources v_0 .. v_l of one token, and of that token alone (R = L + 1 reads, the last for the output):
+Read l mixes the sources v_0 .. v_l of one token, and of that token alone (R = L + 1 reads, the last for the output),
+by q_l, the pseudo-query times the key gain (w[l] in model.py):
 
     z_il = r_i (v_i . q_l),   r_i = rsqrt(mean v_i^2 + eps),   alpha_il = exp(z_il - lse_l),   h_l = sum_i alpha_il v_i
 
