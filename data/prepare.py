@@ -110,19 +110,20 @@ def main(argv=None):
         fail('nothing to prepare: give the name of a bundled text or --input=FILE')
     if documents and (args.input is not None or args.tokenizer not in (None, 'gpt2')):
         fail('input, tokenizer: must be left out with ' + args.dataset)
-    keys = {of_documents: {k: getattr(args, k) for k in names if getattr(args, k) is not None}
-            for of_documents, names in ((True, ('val_every', 'num_proc')), (False, ('val_fraction',)))}
-    if keys[not documents]:
-        fail(', '.join(keys[not documents]) + ': must be left out with ' + ('documents' if documents else 'a text'))
+    of_text, of_documents = ({k: v for k in names if (v := getattr(args, k)) is not None}
+                             for names in (('val_fraction',), ('val_every', 'num_proc')))
+    ours, others = (of_documents, of_text) if documents else (of_text, of_documents)
+    if others:
+        fail(', '.join(others) + ': must be left out with ' + ('documents' if documents else 'a text'))
     if documents and args.name is None and not source.startswith('hf:'):
         fail('name: must be given with ' + args.dataset)
     default = source.split('/')[-1].replace(':', '-') if documents and args.dataset == source else args.dataset
     name = next(n for n in (args.name, default, Path(args.input or '').stem) if n is not None)
     if args.input is not None and name in {**BUNDLED, **CORPORA}:
-        fail(f'name={name!r}: must differ from the data sets of that name that come with this; give another --name')
+        fail(f'name={name!r}: is that of a data set that comes with this; give another --name')
     try:
-        meta = prepare_documents(name, source, **{'num_proc': min(os.cpu_count() or 1, 16)} | keys[True]) \
-            if documents else prepare(name, args.input, args.tokenizer, **keys[False])
+        meta = prepare_documents(name, source, **{'num_proc': min(os.cpu_count() or 1, 16)} | ours) \
+            if documents else prepare(name, args.input, args.tokenizer, **ours)
         print(f'data/{name}: {meta["tokens"]["train"]:,} train and {meta["tokens"]["val"]:,} val tokens, '
               f'vocabulary {meta["n_vocab"]:,} ({meta["tokenizer"]["kind"]}), from {meta["origin"]}', flush=True)
     except ValueError as e:

@@ -849,7 +849,7 @@ def test_documents_in_use(bpe, tmp_path):
     (['openwebtext', '--val_every=1'], 'val_every=1: must be 2 or more'),
     (['openwebtext', '--val_fraction=0.2'], 'val_fraction: must be left out with documents'),
     (['shakespeare_char', '--val_every=9', '--num_proc=2'], 'val_every, num_proc: must be left out with a text'),
-    (['--input=shakespeare.txt'], "name='shakespeare': must differ from the data sets of that name"),
+    (['--input=shakespeare.txt'], "name='shakespeare': is that of a data set that comes with this"),
     (['openwebtext', '--num_proc=x'], "argument --num_proc: invalid int value: 'x'"),
 ])
 def test_documents_command_names_the_key(capsys, argv, message):

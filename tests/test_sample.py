@@ -181,11 +181,11 @@ def test_the_command(out, capsys, monkeypatch):
 
 def test_text_streams_and_the_rate_counts_all_samples(out, capsys, monkeypatch):
     flushed = []
-    monkeypatch.setattr(S, 'time', SimpleNamespace(perf_counter=iter([3, 5]).__next__))
+    monkeypatch.setattr(S, 'time', SimpleNamespace(perf_counter=iter([3, 3 + 1 / 64]).__next__))
     monkeypatch.setattr(sys.stdout, 'flush', lambda: flushed.append(1))
-    S.main([f'--out_dir={out}', '--start=abc', '--max_new_tokens=2000', '--num_samples=2', '--device=cpu'])
-    assert capsys.readouterr().err == '2,000 tokens/s\n'
-    assert len(flushed) >= 2001  # the prompt, then each token at once
+    S.main([f'--out_dir={out}', '--start=abc', '--max_new_tokens=16', '--num_samples=2', '--device=cpu'])
+    assert capsys.readouterr().err == '2,048 tokens/s\n'
+    assert len(flushed) >= 17  # the prompt, then each token at once
 
 
 @pytest.mark.parametrize('end, code, said', [
