@@ -67,11 +67,11 @@ def write_json(path, value):
 
 
 def commit():
-    """ The checkout's commit, '+' if it has changes, or None outside git. """
+    """ The checkout's commit, '+' if its code or settings have changes, or None outside git. """
     try:
         where = os.path.dirname(os.path.abspath(__file__))
         out = [subprocess.run(['git', '-C', where, *c], capture_output=True, text=True, check=True).stdout.strip()
-               for c in (['rev-parse', '--short', 'HEAD'], ['status', '--porcelain', '--untracked-files=no'])]
+               for c in (['rev-parse', '--short', 'HEAD'], ['diff', 'HEAD', '--name-only', '--', '*.py', '*.toml'])]
         return out[0] + ('+' if out[1] else '')
     except (OSError, subprocess.CalledProcessError):
         return None

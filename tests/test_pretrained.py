@@ -249,9 +249,10 @@ def test_weights_that_are_damaged_or_missing_are_refused(run):
         torch.save(good | {'model': model}, path)
         with pytest.raises(ValueError, match='ckpt.pt: (model and model_config do not fit|not a checkpoint of this)'):
             initial_weights(folder, like(residual='full'), CHAR)
-    torch.save(good | {'model_config': 5}, path)
-    with pytest.raises(ValueError, match='ckpt.pt: not a checkpoint of this project'):
-        initial_weights(folder, like(), CHAR)
+    for change in ({'model_config': 5}, {'model': 5}):
+        torch.save(good | change, path)
+        with pytest.raises(ValueError, match='ckpt.pt: not a checkpoint of this project'):
+            initial_weights(folder, like(), CHAR)
 
 
 def test_half_of_a_gpt2_is_refused(pretrained, tmp_path, capfd):
