@@ -103,6 +103,17 @@ def test_other_weights_to_begin_with_are_another_run(tmp_path, monkeypatch):
         assert len(trained) == new, files
 
 
+def test_files_where_it_is_called_define_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg, seen = runs.RunsConfig(dataset='shakespeare_char', workers=1, device='cpu'), []
+    monkeypatch.setattr(runs, 'run_key', lambda c, data: seen.append(data) or 'key')
+    monkeypatch.setattr(runs, 'kept', lambda folder: {'final_loss': 1.0, 'commit': ''})
+    for name in ('README.md', 'best.pt', 'ckpt.pt'):
+        runs.run_all([('standard', cfg.plain())], cfg)
+        (tmp_path / name).write_text('a')
+    assert seen == [seen[0]] * 3 and {*seen[0]} == {'train', 'val'}
+
+
 @pytest.mark.parametrize('keys', [{'seed': 2**31 - 1}, {'seed': 1337, 'data_seed': 2**31 - 1 - 1337}, {'seed': 1},
                                   {'seed': 2**31 - 1, 'data_seed': 1}])
 def test_other_batches_are_others(keys, tmp_path, monkeypatch):
