@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODES = '--modes=standard,full,block:8,static,block:4,denseformer,mhc'
 ENWIK8 = ('--dataset=enwik8', '--max_iters=600', '--eval_interval=150', '--eval_iters=60')
 RERUN = {  # name: (verb, its arguments, {a file it writes into out_dir: its name in assets/})
-    'shakespeare': ('loss', ('--seeds=5', MODES), {'results.json': 'shakespeare.json', 'depth.json': 'depth.json'}),
-    'enwik8': ('loss', ('--seeds=5', MODES, *ENWIK8), {'results.json': 'enwik8.json'}),
+    'shakespeare': ('loss', ('--seeds=5', MODES), {'results.json': 'shakespeare.json'}),
+    'enwik8': ('loss', ('--seeds=5', MODES, *ENWIK8), {'results.json': 'enwik8.json', 'depth.json': 'depth.json'}),
     'rates': ('sweep', ENWIK8, {'sweep.json': 'rates.json'}),
     'projection': ('sweep', ('--vary=scale_proj_init=true,false', *ENWIK8), {'sweep.json': 'projection.json'}),
     'scaling': ('scaling', (), {'scaling.json': 'scaling.json'}),
@@ -112,13 +112,18 @@ def answers():
                 said.append(f'{d:+.4f}' + (' from one seed' if half is None else f' +- {half:.4f}')
                             + (', not resolved' if half is None or abs(d) <= half else '') + f' ({title})')
         lines += [f'{question}: ' + '; '.join(said)] if said else []
+    if data := asset('rates.json'):
+        by, base, best = data['final_loss'], data['base'], sweep.best_values(data['final_loss'])
+        lines.append(f'And each at its own best of {len(by[base])} learning rates? ' + '; '.join(
+            f'{k} ({best[k]}) - {base} ({best[base]}): {sweep.difference(by[k][best[k]], by[base][best[base]])}'
+            for k in by if k != base) + f' ({data["config"]["dataset"]}, {data["config"]["seeds"]} seeds)')
     for name in ('speed_B', 'speed_C'):
         if data := asset(f'{name}.json'):
             lines.append(f'At what cost at width {data["config"]["n_embd"]}? Time of a step, memory kept: ' + '; '.join(
                 f'{k} {v["step"]["ratio"]:.2f} x, {v["kept"]["ratio"]:.2f} x'
                 for k, v in data['rows'].items() if k != 'standard'))
-    head = ('Differences of the final validation loss in nats, paired by seed, with 95 % intervals. Below zero the '
-            'first is better; not resolved: the interval holds zero.')
+    head = ('Differences of the final validation loss in nats with one learning rate for all, paired by seed, with 95 '
+            '% intervals. Below zero the first is better; not resolved: the interval holds zero.')
     return f'{head}\n\n{bullets(lines)}' if lines else 'Not measured yet.'
 
 

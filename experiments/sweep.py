@@ -55,6 +55,11 @@ def difference(losses, base):
     return signed(*paired(losses, base))
 
 
+def best_values(loss):
+    """ {label: the value with the lowest mean loss} """
+    return {label: min(by, key=lambda value, by=by: average(by[value])) for label, by in loss.items()}
+
+
 def cells(data):
     """ The table: a row a value, a column a mode, then the paired differences from the base. """
     loss, base = data['final_loss'], data['base']
@@ -69,7 +74,7 @@ def cells(data):
 def verdicts(data):
     """ A sentence a mode: its best value, the difference from the base there, at the base's best, each at its own. """
     loss, base, key = data['final_loss'], data['base'], data['vary'].partition('=')[0]
-    best = {label: min(by, key=lambda v, by=by: average(by[v])) for label, by in loss.items()}
+    best = best_values(loss)
     numbers = [float(v) for v in loss[base]] if KEYS[key] in (int, float) else []
 
     def at(value):
