@@ -407,7 +407,7 @@ class Run:
         self.say(f'{cfg.residual}: {self.model.residual.describe()}; {n / 1e6:.2f} M parameters')
         self.say(f'{self.world} x {self.device.type}, {str(self.dtype)[6:]}, kernel '
                  f'{path if hasattr(self.model.residual, "attend") else "none"}, compile {"on" if compiled else "off"}')
-        self.say(f'{cfg.max_iters} steps of {self.tokens:,} tokens, about {seconds * 1e3:.0f} ms each: '
+        self.say(f'{cfg.max_iters} steps of {self.tokens:,} tokens in all, about {seconds * 1e3:.0f} ms each: '
                  f'{seconds * cfg.max_iters / 60:.1f} minutes; {gib:.2f} GiB' + ('' if cuda else ' and activations'))
         ids = [torch.cuda.current_device()] if cuda else None
         self.team_net = nn.parallel.DistributedDataParallel(self.net, ids) if self.world > 1 else self.net
@@ -431,6 +431,7 @@ class Run:
         if not math.isfinite(val):
             raise Diverged(f'validation loss {val} at step {now.step}; {self.standing}; try a lower learning_rate')
         mean = now.loss_sum / now.loss_count if now.loss_count else None
+        last = now.history[-1] if now.history else None
         now.history.append([now.step, val, mean, now.seconds])
         now.loss_sum, now.loss_count, now.since = 0.0, 0, now.since + 1
         better = val < now.best_loss
@@ -439,7 +440,7 @@ class Run:
         self.write(step=now.step, val_loss=val, train_loss=mean, seconds=now.seconds, skipped=now.skipped)
         self.save(better)
         self.say(f'step {now.step:5d}: validation loss {val:.4f}' + (f', training {mean:.4f}' if mean else '')
-                 + (f', {now.seconds / now.step * 1e3:.0f} ms a step' if now.step else ''))
+                 + (f', {(now.seconds - last[3]) / (now.step - last[0]) * 1e3:.0f} ms a step' if last else ''))
 
     def update(self):
         """ One step of the optimiser: (mean loss, gradient norm, learning rate) of the global batch. """

@@ -164,6 +164,7 @@ def main(argv):
             raise ValueError(f'{len(folders)} CHECKPOINT_DIRs: must be one, or several and --out=FOLDER')
         out = cfg.out or folders[0]
         data, rows = show(dict(enumerate(folders)), cfg, out, ' '.join(['python compare.py depth', *argv]))
+        print(f'\nwrote depth.json, depth.png and dynamics.png into {out}')
     except OSError as e:
         configuration.fail(f'out={cfg.out!r}: must be a writable folder ({e.strerror})')
     print(json.dumps(data | {'out': out, 'columns': HEAD, 'modes': rows}))

@@ -72,7 +72,7 @@ def verdicts(data):
         text += f' at step {step:.0f} of {total}' if step else ''
         if step and m['cost']:
             c = m['cost']
-            text += f', after {step * c["ms"] / 1e3:.0f} s ({step * c["ratio"] / total:.2f} of its time)'
+            text += f', after {step * c["ms"] / 1e3:.0f} s ({step * c["ratio"] / total:.2f} x the time of {base})'
         out.append(text)
     return out
 

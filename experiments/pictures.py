@@ -129,14 +129,14 @@ def depth(modes, path):
                        transform=ax.get_yaxis_transform(), clip_on=False, lw=0)
         pairs = range(0, n // 2, -(-n // 26))  # the transformer blocks that have room for a label
         ax.set_yticks([*(2 * b + 0.5 for b in pairs), n - 1], [*(str(b + 1) for b in pairs), 'output'])
-        ax.set_xticks([0, *(2 * b + 1.5 for b in pairs)], ['emb.', *(str(b + 1) if b else '' for b in pairs)])
+        ax.set_xticks([0, *(2 * b + 1.5 for b in pairs)], ['e', *(str(b + 1) for b in pairs)])
         ax.tick_params(length=0, labelsize=7, grid_alpha=0)
         ax.tick_params(axis='y', pad=9)
         ax.set_title(label)
     figure.supylabel('who reads: transformer block', fontsize=9)
-    figure.supxlabel('what is read: embedding, outputs of transformer block', fontsize=9)
-    figure.colorbar(image, ax=[*axes.flat[:len(shown)]], label='mean weight', shrink=0.8, format='%g',
-                    extend='max' if high == 2 else None,
+    figure.supxlabel('what is read: e, the embedding, then the outputs of transformer block', fontsize=9)
+    figure.colorbar(image, ax=[*axes.flat[:len(shown)]], label='mean weight (square-root scale)', shrink=0.8,
+                    format='%g', extend='max' if high == 2 else None,
                     ticks=[t for t in (-1, -0.3, -0.1, 0, 0.01, 0.1, 0.3, 0.6, 1, 2) if low <= t <= high])
     handles = [pyplot.Line2D([], [], color=c, marker=k, ls='', ms=4, label=f'{x} reads') for x, (c, k) in KINDS.items()]
     if any((m['S'] or 1) > 1 for m in shown.values()):
@@ -146,10 +146,10 @@ def depth(modes, path):
 
 
 def dynamics(modes, path):
-    """ How large the stream, what is added to it and the gradient of that are along depth, a line a mode. """
+    """ How large the running sum, the output that it grew by and the gradient there are along depth, a line a mode. """
     pyplot = plt()
     figure, axes = pyplot.subplots(1, 3, figsize=(10.5, 3.4), layout='constrained')
-    titles = {'stream': 'the sum that a sublayer adds to', 'output': 'what it adds', 'gradient': 'gradient of that'}
+    titles = {'stream': 'running sum after a sublayer', 'output': 'its output', 'gradient': 'gradient at its output'}
     for ax, (key, title) in zip(axes, titles.items(), strict=True):
         for i, (label, m) in enumerate(modes.items()):
             ax.plot(range(1, len(m[key]) + 1), m[key], color=COLOURS[i % len(COLOURS)], marker='.', ms=4, lw=1.3,

@@ -66,10 +66,10 @@ class RunsConfig(TrainConfig):
 def settings(cls, argv, name, description, refused=()):
     """ A cls, a kind of RunsConfig, from the command line over the preset called name. Bad input ends the program. """
     values = configuration.parse(cls, preset(argv, name), description)
-    for key in ('residual', 'resume', *refused):
+    instead = {'residual': '--modes says what to train', 'resume': 'unfinished runs go on by themselves'}
+    for key, why in {**instead, **dict.fromkeys(refused, '--sizes decides it')}.items():
         if key in values:
-            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and the like say what to train, and '
-                               'unfinished runs are resumed')
+            configuration.fail(f'{key}={values[key]!r}: must be left out: {why}')
     cfg = configuration.build(cls, values)
     torch.set_num_threads(cfg.share[1])  # for what is trained, timed and sampled in this process
     return cfg
