@@ -616,8 +616,9 @@ def flags(**keys):
 
 
 def test_main_starts_a_run_from_its_command_line(root, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['train.py', *flags(out_dir=root / 'run', max_iters=1)])
-    assert T.main()['step'] == 1
+    monkeypatch.setattr(sys, 'argv', ['train.py', *reversed(flags(max_iters=1, out_dir=root / 'run'))])
+    result = T.main()
+    assert result['step'] == 1 and result['out_dir'] == str(root / 'run')
     capsys.readouterr()
     monkeypatch.chdir(root)
     with pytest.raises(SystemExit) as e:
