@@ -489,6 +489,6 @@ def initial_weights(source, config, tokenizer):
     own = {k: v for k, v in model.state_dict().items() if k.startswith('residual.')}  # the rule's
     try:
         model.load_state_dict(own | state['model'])
-    except (TypeError, AttributeError, RuntimeError) as e:
+    except (AttributeError, RuntimeError) as e:
         raise ValueError(f'{path}: model and model_config do not fit ({str(e).splitlines()[0]})') from e
     return model
