@@ -216,6 +216,7 @@ def test_interactive(out, tmp_path, capsys, monkeypatch):
     S.main([f'--out_dir={out}', '--interactive', '--max_new_tokens=5'])
     captured = capsys.readouterr()
     assert captured.out.count('---------------') == 2 and captured.out.count('> ') == 5
+    assert captured.out.startswith('> abc')
     assert captured.err.count('tokens/s') == 2 and captured.err.count('error: ') == 2 and "'x'" in captured.err
 
 
