@@ -3,9 +3,11 @@ import json
 import os
 import statistics
 import subprocess
+from pathlib import Path
 
 import torch
 
+from data.files import write
 from model import RESIDUALS
 
 
@@ -55,14 +57,8 @@ def signed(difference, half):
 def write_json(path, value):
     """ Writes value whole or not at all; ValueError if it cannot be written. """
     try:
-        with open(path + '.tmp', 'w', encoding='utf-8') as f:
-            json.dump(value, f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + '.tmp', path)
+        write(Path(path).parent, {Path(path).name: json.dumps(value, indent=1).encode()})
     except OSError as e:
-        if os.path.exists(path + '.tmp'):
-            os.remove(path + '.tmp')
         raise ValueError(f'{path}: could not be written ({e.strerror})') from e
 
 
