@@ -180,10 +180,9 @@ def run_all(todo, cfg):
     On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
     """
     data = load(cfg.dataset)[0]['sha256']
-    files = sorted(glob(os.path.join(cfg.init_from, '*'))) if cfg.init_from else []
-    if cfg.init_from and os.path.isfile(start := checkpoint_file(cfg.init_from)):
-        files = [start]  # of the run there, the one that is loaded
-    for path in filter(os.path.isfile, files):
+    start = cfg.init_from and checkpoint_file(cfg.init_from)
+    files = [start] if os.path.isfile(start) else sorted(glob(os.path.join(cfg.init_from, '*'))) if start else []
+    for path in filter(os.path.isfile, files):  # the checkpoint that is loaded, or all of a GPT-2's folder
         with open(path, 'rb') as f:
             data = data | {os.path.basename(path): hashlib.file_digest(f, 'sha256').hexdigest()}
     folders = [os.path.join(cfg.out_dir, 'runs', f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}')
@@ -212,7 +211,10 @@ def commits(results):
 
 
 def final_losses(cfg, points, title):
-    """ {label: {point: [final loss, one a seed]}} of every mode at points, {point: keys changed there}; commits. """
+    """ Trains every mode at points, {point: keys that are changed there}: what a grid's JSON says of it.
+
+    'final_loss': {label: {point: [final loss, one a seed]}}, 'commit': those of the runs.
+    """
     grid = [(label, p, c) for s in range(cfg.seeds) for p, keys in points.items()
             for label, c in cfg.mode_configs(**keys, seed=cfg.seed + s).items()]
     out = {label: {p: [] for p in points} for label in cfg.mode_configs()}
