@@ -95,27 +95,36 @@ class Sampler:
         idx = torch.from_numpy(ids)[None].expand(cfg.num_samples, -1).to(self.device)  # one prefill for all
         generator = torch.Generator(self.device).manual_seed(cfg.seed)
         decode = [tok.streamer() for _ in range(cfg.num_samples)]
-        texts, depths = [''.join(d(i) for i in ids.tolist()) for d in decode], []
+        texts, seen = [''.join(d(i) for i in ids.tolist()) for d in decode], []
         write(texts[0])
         how = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, tok.n_vocab, generator)
         for new in self.model.stream(idx, *how):
             pieces = [d(i) for d, i in zip(decode, new[:, 0].tolist(), strict=True)]
             texts = [t + p for t, p in zip(texts, pieces, strict=True)]
             write(pieces[0])
-            depths.append(self.depth)
+            seen.append((pieces[0], self.depth))
         if cfg.show_depth:
-            write('\n' + show_depths(depths, self.sources, sys.stdout.isatty()))
+            write('\n' + show_depths(seen, self.sources, sys.stdout.isatty()))
         write(''.join(f'\n---------------\n{t}' for t in texts[1:]) + '\n---------------\n')
         return texts
 
 
-def show_depths(depths, most, colour):
-    """ One sign a token, 0 the embedding, then 1 .. 9, a .. z, + in the order of the sources; blue early, red late. """
+def show_depths(seen, most, colour, width=80):
+    """ The tokens in lines, one sign under each: 0 the embedding, then 1 .. 9, a .. z, + in the order of the sources.
+
+    seen: (text, source) of each token. Blue is early, red late; most: the number of sources.
+    """
     hues = '27 33 39 45 50 82 154 226 214 208 202 196'.split()  # of the terminal's 256 colours
     paint = '\033[38;5;{hue}m{sign}\033[0m' if colour else '{sign}'
-    signs = [paint.format(hue=hues[d * (len(hues) - 1) // max(1, most - 1)],
-                          sign='0123456789abcdefghijklmnopqrstuvwxyz+'[min(d, 36)]) for d in depths]
-    return 'depth ' + ''.join(signs) + '\n(0: the embedding, n: the n-th sublayer or residual block)'
+    lines, room = [], 0
+    for text, d in seen:
+        text = ''.join(c if c.isprintable() else ' ' for c in text) or ' '
+        sign = paint.format(hue=hues[d * (len(hues) - 1) // max(1, most - 1)],
+                            sign='0123456789abcdefghijklmnopqrstuvwxyz+'[min(d, 36)])
+        if len(text) > room:
+            lines, room = lines + ['text  ', 'depth '], width
+        lines[-2], lines[-1], room = lines[-2] + text, lines[-1] + sign + ' ' * (len(text) - 1), room - len(text)
+    return '\n'.join(map(str.rstrip, lines)) + '\n(0: the embedding, n: the n-th sublayer or residual block)'
 
 
 def sample(cfg, write=lambda text: None):

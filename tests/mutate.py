@@ -104,7 +104,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
      'attend.alpha(w, [source[:1, -1:] for source in v]).argmax(0)'): 'a tensor of one number indexes, too',
     ('Sampler.__call__', 'expand', 'torch.from_numpy(ids)[None].expand(cfg.num_samples, -1).to(self.device)',
      'torch.from_numpy(ids)[None].expand(cfg.num_samples, -1)'): 'the tests have one device',
-    ('Sampler.__call__', 'texts, depths', 'ids.tolist()', 'ids'): 'numbers of numpy index as well',
+    ('Sampler.__call__', 'texts, seen', 'ids.tolist()', 'ids'): 'numbers of numpy index as well',
     ('Sampler.__call__', 'pieces = ', 'new[:, 0].tolist()', 'new[:, 0]'): 'tensors of one number index as well',
     ('show_depths', 'sign=', "'0123456789abcdefghijklmnopqrstuvwxyz+'", "'0123456789abcdefghijklmnopqrstuvwxyz+_'"):
         'one more sign, past the last index',

@@ -228,7 +228,8 @@ def test_show_depth_is_the_largest_weight_of_the_outputs_read(residual, tmp_path
     out = []
     text = sampler('abc', out.append)[0]
     assert 'kernel=reference, the one that shows its weights\n' in capsys.readouterr().err
-    line = re.search(r'\ndepth (\w+)\n', ''.join(out))[1]
+    shown, line = re.search(r'\ntext  (.+)\ndepth (\w+)\n', ''.join(out)).groups()
+    assert shown == text[3:].replace('\n', ' ').rstrip()
     seen = []
     model.residual.kernel = 'reference'
     model.residual.attend.register_forward_hook(lambda m, wv, h: seen.append(m.alpha(*wv)[:, 0].argmax(0)))
@@ -245,12 +246,23 @@ def test_show_depth_is_refused_without_depth_attention(tmp_path, capsys):
 
 
 def test_the_depth_line_is_plain_without_a_terminal():
-    assert show_depths([0, 3, 12, 40], 41, False).startswith('depth 03c+\n')
-    painted = show_depths([0, 3, 12, 40], 41, True)
-    assert re.sub(r'\033\[[\d;]*m', '', painted) == show_depths([0, 3, 12, 40], 41, False)
-    assert show_depths([9, 10, 35, 36], 37, False).startswith('depth 9az+\n')
-    assert '38;5;196m' in show_depths([1], 2, True)
-    assert show_depths([0], 1, False) == 'depth 0\n(0: the embedding, n: the n-th sublayer or residual block)'
-    assert show_depths([0, 20, 40], 41, True).startswith(
-        'depth \033[38;5;27m0\033[0m\033[38;5;82mk\033[0m\033[38;5;196m+\033[0m\n')
+    def show(depths, most, colour):
+        return show_depths(list(zip('abcd', depths, strict=False)), most, colour)
+    assert show([0, 3, 12, 40], 41, False).startswith('text  abcd\ndepth 03c+\n')
+    painted = show([0, 3, 12, 40], 41, True)
+    assert re.sub(r'\033\[[\d;]*m', '', painted) == show([0, 3, 12, 40], 41, False)
+    assert show([9, 10, 35, 36], 37, False).startswith('text  abcd\ndepth 9az+\n')
+    assert '38;5;196m' in show([1], 2, True)
+    assert show([0], 1, False) == 'text  a\ndepth 0\n(0: the embedding, n: the n-th sublayer or residual block)'
+    assert show([0, 20, 40], 41, True).startswith(
+        'text  abc\ndepth \033[38;5;27m0\033[0m\033[38;5;82mk\033[0m\033[38;5;196m+\033[0m\n')
     assert painted.count('\033[38;5;') == 4 and len(set(re.findall(r'38;5;(\d+)m', painted))) == 3
+
+
+def test_each_sign_stands_under_the_start_of_its_token():
+    seen = [('Now ', 1), ('', 2), ('\n', 3), ('is\tthe', 4)]  # '': a token that ends in the middle of a character
+    assert show_depths(seen, 5, False).split('\n')[:2] == ['text  Now   is the', 'depth 1   234']
+    assert show_depths(seen, 5, False, width=6).split('\n')[:-1] == [
+        'text  Now', 'depth 1   23', 'text  is the', 'depth 4']
+    assert show_depths([('abc', 1), ('d', 2)], 5, False, width=3).split('\n')[:-1] == [
+        'text  abc', 'depth 1', 'text  d', 'depth 2']
