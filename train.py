@@ -103,31 +103,34 @@ FREE = set('out_dir resume overwrite device compile kernel recompute log_interva
 
 def pick_device(name):
     """ The torch.device that name stands for; auto takes CUDA, else MPS, else the CPU. """
-    given = name
     if not re.fullmatch(r'auto|cpu|mps|cuda(:\d{1,3})?', name):
-        raise ValueError(f'device={given!r}: must be auto, cpu, cuda, cuda:N or mps')
-    if name == 'auto':
-        name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+        raise ValueError(f'device={name!r}: must be auto, cpu, cuda, cuda:N or mps')
+    kind = (name if name != 'auto' else 'cuda' if torch.cuda.is_available() else
+            'mps' if torch.backends.mps.is_available() else 'cpu')
     try:
-        device = torch.device(name)
-        if name == 'cuda' and 'LOCAL_RANK' in os.environ:  # torchrun's: one process, one GPU, also for NCCL
+        device = torch.device(kind)
+        if kind == 'cuda' and 'LOCAL_RANK' in os.environ:  # torchrun's: one process, one GPU, also for NCCL
             torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise ValueError(f'device={given!r}: must be usable here ({str(e).splitlines()[0]}); auto picks one') from e
+        raise ValueError(f'device={name!r}: must be usable here ({str(e).splitlines()[0]}); auto picks one') from e
     return device
 
 
 def pick_dtype(name, device):
     """ The autocast dtype that name stands for; auto takes bfloat16 or float16 on CUDA, float32 elsewhere. """
     if name == 'auto':
-        bf16 = device.type == 'cuda' and torch.cuda.is_bf16_supported()
-        name = 'bfloat16' if bf16 else 'float16' if device.type == 'cuda' else 'float32'
+        name = 'float32' if device.type != 'cuda' else 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
     if name == 'float16' and device.type != 'cuda':
         raise ValueError(f"dtype='float16': needs CUDA (gradients are scaled there), the device is {device.type}")
     if name not in DTYPES:
         raise ValueError(f'dtype={name!r}: must be one of auto, ' + ', '.join(DTYPES))
     return DTYPES[name]
+
+
+def pick_compile(wanted, device):
+    """ Whether to compile; none: on CUDA if triton is installed. """
+    return device.type == 'cuda' and find_spec('triton') is not None if wanted is None else wanted
 
 
 def check_memory(c, batch_size, device):
@@ -391,7 +394,7 @@ class Run:
     def warm_up(self):
         """ Compiles, tries forward and backward, says how long all will take and joins the other processes. """
         cfg, cuda, batch = self.cfg, self.device.type == 'cuda', self.data.train_batch(0, 0)
-        compiled = cuda and find_spec('triton') is not None if cfg.compile is None else cfg.compile
+        compiled = pick_compile(cfg.compile, self.device)
         self.net = torch.compile(self.model) if compiled else self.model
         for _ in range(2):  # the first one compiles
             began = time.perf_counter()

@@ -15,7 +15,7 @@ from experiments.common import environment, paired, signed, table, write_json
 from experiments.runs import RunsConfig, commits, partition, run_all, settings
 from model import RESIDUALS, load_checkpoint
 from sample import SampleConfig, sample
-from train import pick_device, pick_dtype
+from train import pick_compile, pick_device, pick_dtype
 
 
 @dataclass
@@ -34,8 +34,7 @@ def costs(configs, vocab_size, rounds, base):
     first = next(iter(configs.values()))
     device = pick_device(first.device)
     dtype = pick_dtype(first.dtype, device)
-    benches = {label: measure.Bench(c.model(vocab_size), c.batch_size, device, dtype,
-                                    device.type == 'cuda' if c.compile is None else c.compile)
+    benches = {label: measure.Bench(c.model(vocab_size), c.batch_size, device, dtype, pick_compile(c.compile, device))
                for label, c in configs.items()}
     times = measure.interleaved({label: b.step for label, b in benches.items()}, device, rounds)
     memory = measure.peak_bytes if device.type == 'cuda' else measure.alive_bytes

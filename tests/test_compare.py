@@ -35,6 +35,15 @@ def test_one_call_trains_all_and_writes_everything(done):
         assert [s for s, _ in m['history'][0]] == [0, 2, 4]
 
 
+def test_steps_are_timed_as_training_runs_them(monkeypatch):
+    asked, compiled = [], []
+    monkeypatch.setattr(L, 'pick_compile', lambda wanted, device: asked.append((wanted, device.type)) or True)
+    monkeypatch.setattr(torch, 'compile', lambda model: compiled.append(model) or model)
+    small = trainer.TrainConfig(n_layer=1, n_embd=16, n_head=2, n_ctx=8, batch_size=2, device='cpu')
+    assert L.costs({'standard': small}, 5, 1, 'standard')['standard']['ratio'] == 1.0
+    assert asked == [(None, 'cpu')] and len(compiled) == 1
+
+
 def test_noise_is_the_base_with_other_batches(done):
     """ Same weights at the start, another end, the same at every call. """
     _, data = done

@@ -264,5 +264,6 @@ def test_each_sign_stands_under_the_start_of_its_token():
     assert show_depths(seen, 5, False).split('\n')[:2] == ['text  Now   is the', 'depth 1   234']
     assert show_depths(seen, 5, False, width=6).split('\n')[:-1] == [
         'text  Now', 'depth 1   23', 'text  is the', 'depth 4']
+    assert [len(line) for line in show_depths([('x', 0)] * 81, 2, False).split('\n')[:4]] == [86, 86, 7, 7]
     assert show_depths([('abc', 1), ('d', 2)], 5, False, width=3).split('\n')[:-1] == [
         'text  abc', 'depth 1', 'text  d', 'depth 2']

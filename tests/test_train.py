@@ -215,6 +215,15 @@ def test_a_compiled_model_saves_plain_names(config, monkeypatch):
     assert names.keys() == GPT(config().model(25)).state_dict().keys()
 
 
+def test_what_is_compiled_by_default(monkeypatch):
+    cpu, cuda, found = torch.device('cpu'), torch.device('cuda'), []
+    monkeypatch.setattr(T, 'find_spec', lambda name: {'triton': True}.get(name) if found else None)
+    assert not T.pick_compile(None, cpu) and not T.pick_compile(None, cuda)
+    found.append('triton')
+    assert T.pick_compile(None, cuda) and not T.pick_compile(None, cpu)
+    assert T.pick_compile(True, cpu) and not T.pick_compile(False, cuda)
+
+
 def test_the_running_mean_covers_the_steps_since_the_last_evaluation(config):
     result = T.train(config(log_interval=1), quiet=True)
     log = [json.loads(line) for line in (Path(result['out_dir']) / 'log.jsonl').read_text().splitlines()]
