@@ -83,6 +83,8 @@ class TrainConfig(GPTConfig):
             check(key, 0 <= getattr(self, key) < 1, 'in [0, 1)')
         for key in ('dataset', 'out_dir'):
             check(key, getattr(self, key).strip() and '\0' not in getattr(self, key), 'the name of a folder')
+        check('init_from', self.init_from not in ('scratch', 'resume'), 'a folder, the name of a GPT-2 or nothing at '
+              'all, which begins anew; --resume goes on with a run')
         check('nonfinite', self.nonfinite in ('stop', 'skip'), 'stop or skip')
         check('dtype', self.dtype in ('auto', *DTYPES), 'one of auto, ' + ', '.join(DTYPES))
 

@@ -18,6 +18,7 @@ from dataclasses import fields
 
 brief = reprlib.Repr()  # repr, but never longer than a line
 brief.maxstring, brief.maxlong, brief.maxother = 100, 40, 100
+NANOGPT = {'block_size': 'n_ctx', 'eval_only': 'max_iters=0'}  # its keys that have another name here
 
 
 def parse(cls, argv, description=None):
@@ -98,8 +99,9 @@ def fail(message, code=2):
 
 
 def unknown(key, kinds):
-    near = [f'did you mean {k}?' for k in difflib.get_close_matches(key[:100], kinds, 1)]
-    return f'{brief.repr(key)}: must be a key; ' + (near or ['--help lists them all'])[0]
+    near = difflib.get_close_matches(key[:100], kinds, 1)
+    near = [ours for ours in [NANOGPT.get(key, '')] if ours.split('=')[0] in kinds] or near
+    return f'{brief.repr(key)}: must be a key; ' + (f'did you mean {near[0]}?' if near else '--help lists them all')
 
 
 def usage(cls, description):

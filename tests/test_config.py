@@ -104,6 +104,19 @@ def test_refusals_name_the_key(argument, said, capsys):
     assert said in line
 
 
+@pytest.mark.parametrize('keys, near', [(train.TrainConfig, 'did you mean n_ctx?'), (Settings, '--help lists')])
+def test_a_key_of_nanogpt_is_told_its_name_here(keys, near, capsys):
+    assert near in refused(lambda: configuration.parse(keys, ['--block_size=64']), capsys)
+
+
+def test_other_words_of_nanogpt(capsys):
+    line = refused(lambda: configuration.parse(train.TrainConfig, ['--eval_only']), capsys)
+    assert 'did you mean max_iters=0?' in line
+    for word in ('resume', 'scratch'):
+        with pytest.raises(ValueError, match=f"init_from='{word}': must be .*--resume goes on"):
+            train.TrainConfig(init_from=word)
+
+
 def test_a_key_given_twice_is_refused(capsys):
     assert 'size=' in refused(lambda: configuration.parse(Settings, ['--size=1', '--size=2']), capsys)
 
