@@ -5,7 +5,7 @@ The network is GPT-2's, written as in nanoGPT: LayerNorm, causal self-attention,
 tied head. Apart from a smaller norm_eps it differs in one place. A transformer block does not add anything to anything:
 it hands out its two *sublayers*, and a *residual rule* runs all L = 2 * n_layer of them, deciding what each one reads
 and what becomes of its output. The three rules stand one under the other below; RESIDUALS names them; nothing else in
-this file knows which one is at work.
+the forward pass knows which one is at work.
 
 Reading order: leaves up. Shapes at line ends: B sequences, T tokens, D = n_embd, V = vocab_size, n sources.
 """
@@ -32,7 +32,7 @@ class GPTConfig:
     n_embd: int = 768  # width D
     dropout: float = 0.0  # on embedding, attention weights and sublayer outputs
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
-    norm_eps: float = 1e-10  # of the pre-norms and of the depth keys; 1e-5 with GPT-2's weights
+    norm_eps: float = 1e-10  # of all norms, those of the depth keys too; 1e-5 with GPT-2's weights
     residual: str = 'standard'  # residual rule: standard | full | block, or one of baselines.py
     residual_blocks: int = 8  # block mode: N residual blocks of ceil(2 * n_layer / N) sublayers
     scale_proj_init: bool = True  # initialise output projections smaller, by 1/sqrt(2 * n_layer)
@@ -90,9 +90,9 @@ class DepthAttention(nn.Module):
 
     def alpha(self, w, v):
         """ The weights, (n, B, T), summing to 1 over n. """
-        def score(v):
-            v = v.to(w.dtype)
-            return (v * w).sum(-1) * torch.rsqrt(v.square().mean(-1) + self.eps)  # (B, T)
+        def score(v_i):
+            v_i = v_i.to(w.dtype)
+            return (v_i * w).sum(-1) * torch.rsqrt(v_i.square().mean(-1) + self.eps)  # (B, T)
         return torch.stack([score(v_i) for v_i in v]).softmax(0)
 
     def forward(self, w, v):
@@ -107,7 +107,8 @@ class AttnRes(nn.Module):
 
     Queries start at zero, so every read starts as the plain mean of its sources. They sum to the standard residual
     stream and every reader normalises, so at initialisation all three rules are the same function (up to norm_eps).
-    Row 0 reads a single source: its gradient is zero, it is kept so that row l belongs to sublayer l.
+    Row 0 reads a single source, so its gradient is zero; it is there so that row l belongs to sublayer l.
+    A subclass gives residual_block_length(config), S, and rule(w, h, sublayers), the mathematics.
     """
     def __init__(self, config):
         super().__init__()
@@ -118,8 +119,10 @@ class AttnRes(nn.Module):
         self.kernel = config.kernel
 
     def forward(self, h, sublayers):
+        if len(sublayers) != self.L:
+            raise ValueError(f'{len(sublayers)} sublayers: must be 2 * n_layer = {self.L}')
         w = (self.query * self.key_gain).to(torch.promote_types(h.dtype, torch.float32))  # (L + 1, D)
-        if torch.is_autocast_enabled(h.device.type):  # all sources in one dtype, that of the sublayers' outputs
+        if torch.is_autocast_enabled(h.device.type):  # the sublayers' dtype; Standard's sum is float32
             h = h.to(torch.get_autocast_dtype(h.device.type))
         path = kernels.choose(self.kernel, h)
         if path == 'reference':
@@ -127,10 +130,8 @@ class AttnRes(nn.Module):
         return kernels.depth_attention(h, sublayers, w, self.S, self.attend.eps, path)  # the same, fast
 
     def describe(self):
-        lengths = [min(self.S, self.L - start) for start in range(0, self.L, self.S)]
-        one = all(n == lengths[0] for n in lengths)
-        return (f'{self.L} sublayers in {len(lengths)} residual blocks of '
-                + (f'{lengths[0]}' if one else f'{lengths[0]}, the last of {lengths[-1]}'))
+        n, last = math.ceil(self.L / self.S), (self.L - 1) % self.S + 1
+        return f'{self.L} sublayers in {n} residual blocks of {self.S}' + f', the last of {last}' * (last < self.S)
 
 
 class FullAttnRes(AttnRes):
@@ -154,7 +155,7 @@ class BlockAttnRes(AttnRes):
         v = (h,)
         for l, f in enumerate(sublayers):
             y = f(self.attend(w[l], v))
-            v = (*v, y) if l % self.S == 0 else (*v[:-1], v[-1] + y)
+            v = (*v, y) if l % self.S == 0 else (*v[:-1], v[-1] + y)  # a residual block begins, or goes on
         return self.attend(w[-1], v)
 
 

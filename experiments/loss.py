@@ -64,8 +64,8 @@ def verdicts(data):
         else:
             text = f'{label} - {base}: {signed(d, half)} (95 %, paired over {len(m["final_loss"])} seeds), ' + (
                 'not distinguishable from zero' if abs(d) <= half
-                else f'consistent, but smaller than the seed spread of {base} ({spread:.4f})' if abs(d) < spread
-                else f'{"lower" if d < 0 else "higher"} loss, beyond the seed spread of {base} ({spread:.4f})')
+                else f'resolved, but less than the sd of {base} between seeds ({spread:.4f})' if abs(d) < spread
+                else f'{"lower" if d < 0 else "higher"}, by more than the sd of {base} between seeds ({spread:.4f})')
         step = reaches(m['history'], goal)
         text += f'; it {"reaches" if step else "never reaches"} the final loss of {base}'
         text += f' at step {step:.0f} of {total}' if step else ''
@@ -90,7 +90,7 @@ def cells(data):
     base, rows = data['base'], data['modes']
     if data.get('noise'):  # after the base
         rows = {base: rows[base], f'{base}, other batches': data['noise']} | rows
-    out = [('mode', 'parameters', 'first loss', 'final loss', 'best loss', f'final - {base}', 'ms/step',
+    out = [('mode', 'parameters', 'first loss', 'final loss', 'best loss', f'final - {base}', 'step (ms)',
             data['memory'])]
     for label, m in rows.items():
         gap = '' if label == base else signed(m['difference'], m['half_width'])

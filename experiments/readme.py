@@ -22,31 +22,34 @@ import config as configuration
 import model
 from data.prepare import load
 from experiments import loss, pictures, scaling, sweep
-from experiments.common import environment, mode_keys, paired, write_json
+from experiments.common import environment, mode_keys, paired, signed, write_json
 from experiments.speed import traffic as count
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = '--modes=standard,full,block:8,static,block:4,denseformer,mhc'
+SWEPT = '--modes=standard,full,block:8'
 ENWIK8 = ('--dataset=enwik8', '--max_iters=600', '--eval_interval=150', '--eval_iters=60')
 RERUN = {  # name: (verb, its arguments, {a file it writes into out_dir: its name in assets/})
     'shakespeare': ('loss', ('--seeds=5', MODES), {'results.json': 'shakespeare.json'}),
     'enwik8': ('loss', ('--seeds=5', MODES, *ENWIK8), {'results.json': 'enwik8.json', 'depth.json': 'depth.json'}),
-    'rates': ('sweep', ENWIK8, {'sweep.json': 'rates.json'}),
-    'projection': ('sweep', ('--vary=scale_proj_init=true,false', *ENWIK8), {'sweep.json': 'projection.json'}),
+    'rates': ('sweep', ('--seeds=5', SWEPT, *ENWIK8), {'sweep.json': 'rates.json'}),
+    'projection': ('sweep', ('--vary=scale_proj_init=true,false', SWEPT, *ENWIK8), {'sweep.json': 'projection.json'}),
     'scaling': ('scaling', (), {'scaling.json': 'scaling.json'}),
     'speed_B': ('speed', ('--shape=B', '--out=assets/speed_B.json'), {}),
-    'speed_C': ('speed', ('--shape=C', '--modes=standard,full,block:8', '--out=assets/speed_C.json'), {}),
+    'speed_C': ('speed', ('--shape=C', '--modes=standard,full,block:8', '--rounds=5', '--out=assets/speed_C.json'), {}),
     'traffic': (None, (), {})}  # counted here, no verb
-TEXTS = {'shakespeare': 'The bundled text, characters', 'enwik8': 'enwik8, bytes'}
-SWEEPS = {'rates': 'Over the learning rate', 'projection': 'With and without the scaling of the output projections'}
+TEXTS = {'shakespeare': 'The bundled text (characters)', 'enwik8': 'enwik8 (bytes)'}
+SWEEPS = {'rates': 'Over the learning rate',
+          'projection': 'With and without the smaller start of output projections, 1 / sqrt(2 n_layer), made for a sum'}
 QUESTIONS = {  # question: (modes whose loss is taken, modes whose loss is subtracted); of several the first there is
     'Does Full beat standard? Full - standard': ('full', 'standard'),
     'Does Block (N = 8) beat standard? Block - standard': ('block:8 block', 'standard'),
     'Is Block as good as Full? Block - Full': ('block:8 block', 'full'),
     'Does N matter? N = 4 minus N = 8': ('block:4', 'block:8 block'),
     'Must the weights look at the input? Full - static': ('full', 'static'),
-    'Do other rules do as well? Full - DenseFormer': ('full', 'denseformer'),
-    'Full - mHC': ('full', 'mhc')}
+    'Block - static': ('block:8 block', 'static'),
+    'Do other rules do as well? Block - DenseFormer': ('block:8 block', 'denseformer'),
+    'Block - mHC': ('block:8 block', 'mhc')}
 
 
 @dataclass
@@ -76,6 +79,15 @@ def bullets(lines):
     return '\n'.join(f'- {line}.' for line in lines)
 
 
+def in_words(values, base):
+    """ Their mean paired difference, its interval, and whether that holds zero. """
+    if None in values + base:
+        return 'none (diverged)'
+    d, half = paired(values, base)
+    return (signed(d, half) + (' from one seed' if half is None else '')
+            + (', not resolved' if half is None or abs(d) <= half else ''))
+
+
 def where(data):
     return (f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}'
             + (f', commit {data["commit"].replace("+", " with changes")}' if data['commit'] else ''))
@@ -101,29 +113,28 @@ def rules():
 
 def answers():
     """ The questions a reader has, each with a number for each text. """
-    lines, texts = [], {title: data for name, title in TEXTS.items() if (data := asset(f'{name}.json'))}
+    lines, texts = [], [data for name in TEXTS if (data := asset(f'{name}.json'))]
     for question, names in QUESTIONS.items():
         said = []
-        for title, data in texts.items():
+        for data in texts:
             found = [[data['modes'][k]['final_loss'] for k in n.split() if k in data['modes']] for n in names]
             if all(found):
                 (a, *_), (b, *_) = found
-                d, half = paired(a, b)
-                said.append(f'{d:+.4f}' + (' from one seed' if half is None else f' +- {half:.4f}')
-                            + (', not resolved' if half is None or abs(d) <= half else '') + f' ({title})')
+                said.append(f'{in_words(a, b)} ({data["config"]["dataset"]})')
         lines += [f'{question}: ' + '; '.join(said)] if said else []
     if data := asset('rates.json'):
         by, base, best = data['final_loss'], data['base'], sweep.best_values(data['final_loss'])
         lines.append(f'And each at its own best of {len(by[base])} learning rates? ' + '; '.join(
-            f'{k} ({best[k]}) - {base} ({best[base]}): {sweep.difference(by[k][best[k]], by[base][best[base]])}'
-            for k in by if k != base) + f' ({data["config"]["dataset"]}, {data["config"]["seeds"]} seeds)')
+            f'{k} ({best[k]}) - {base} ({best[base]}): {in_words(by[k][best[k]], by[base][best[base]])}'
+            for k in by if k != base) + f' ({data["config"]["dataset"]}; optimistic: chosen by these runs)')
     for name in ('speed_B', 'speed_C'):
         if data := asset(f'{name}.json'):
             lines.append(f'At what cost at width {data["config"]["n_embd"]}? Time of a step, memory kept: ' + '; '.join(
                 f'{k} {v["step"]["ratio"]:.2f} x, {v["kept"]["ratio"]:.2f} x'
                 for k, v in data['rows'].items() if k != 'standard'))
-    head = ('Differences of the final validation loss in nats with one learning rate for all, paired by seed, with 95 '
-            '% intervals. Below zero the first is better; not resolved: the interval holds zero.')
+    head = ('Differences of the final validation loss in nats, paired by seed, with 95 % intervals, not corrected for '
+            'how many there are. Below zero the first is better; not resolved: the interval holds zero. One learning '
+            'rate for all but where it says so: above the best of Full, whose differences are of rates, too.')
     return f'{head}\n\n{bullets(lines)}' if lines else 'Not measured yet.'
 
 
@@ -146,8 +157,9 @@ def sweeps():
     for name, title in SWEEPS.items():
         if data := asset(f'{name}.json'):
             c = data['config']
-            parts += [f'**{title}**: {c["dataset"]}, {setting(c)}, seeds: {c["seeds"]}.', markdown(sweep.cells(data)),
-                      bullets(sweep.verdicts(data)), f'![final loss by setting](assets/{name}.png)', where(data)]
+            parts += [f'**{title}**: {c["dataset"]}, {setting(c)}, {c["seeds"]} paired seeds, 95 % intervals.',
+                      markdown(sweep.cells(data)), bullets(sweep.verdicts(data)),
+                      f'![final loss by setting](assets/{name}.png)', where(data)]
     return '\n\n'.join(parts) or 'Not measured yet: `python compare.py sweep`.'
 
 
@@ -156,7 +168,9 @@ def ladder():
     data = asset('scaling.json')
     if data is None:
         return 'Not measured yet: `python compare.py scaling`.'
-    return '\n\n'.join((markdown(scaling.cells(data)), bullets(scaling.verdicts(data)),
+    c, rates = data['config'], ', '.join(f'{keys["learning_rate"]:g}' for keys in data['ladder'].values())
+    head = f'{c["dataset"]}, context {c["n_ctx"]}, {c["seeds"]} seeds; learning rates, by size: {rates}.'
+    return '\n\n'.join((head, markdown(scaling.cells(data)), bullets(scaling.verdicts(data)),
                         '![loss over compute](assets/scaling.png)', where(data)))
 
 
@@ -177,9 +191,9 @@ def speed():
                      f'{data["threads"]} thread.\n\n' + markdown(rows) + '\n\n' + where(data))
     if data := asset('traffic.json'):
         u = '; '.join(f'{label}: {n} u' for label, n in data['u'].items())
-        parts.append(f'Traffic of the Triton path in a step of GPT-2 124M, norms included: {u} (u: a tensor of tokens '
-                     'x width, read or written once). Counted from its launches, not timed; standard, by hand, as if '
-                     'each addition were fused with the norm after it.')
+        parts.append('Traffic of the residual connection alone, with its norms, in a step of GPT-2 124M on the Triton '
+                     f'path: {u} (u: a tensor of tokens x width, read or written once). Counted from its launches, not '
+                     'timed; standard, by hand, as if each addition were fused with the norm after it.')
     return '\n\n'.join(parts) or 'Not measured yet.'
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 import config as configuration
 from experiments import pictures
-from experiments.common import student
+from experiments.common import paired, signed, student
 from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
 
 RESAMPLES = 10_000
@@ -109,8 +109,8 @@ def analyse(C, loss, base):
 
 
 def verdicts(data):
-    """ One sentence on each mode's fit and compute advantage. """
-    out = []
+    """ One sentence on each mode's fit and compute advantage, and what was measured at the largest C. """
+    out, base = [], data['base']
     for label, m in data['fits'].items():
         text = f'{label}: loss = {m["A"]:.3f} C^{-m["alpha"]:.4f} (C in PFLOP/s-days)'
         if 'advantage' in m:
@@ -120,6 +120,8 @@ def verdicts(data):
             else:
                 low, high = m['interval']
                 text += f' (95 %: {low:.2f} to {high:.2f})' + ('' if low > 1 or high < 1 else ', not resolved')
+            last, of_base = data['final_loss'][label][-1], data['final_loss'][base][-1]
+            text += f'; measured at the largest C, {label} - {base}: {signed(*paired(last, of_base))}'
         out.append(text)
     return out
 

@@ -82,11 +82,13 @@ def verdicts(data):
         return value + (' (an end of what was tried)' if edge else '')
     out = [f'{base} is at its best with {key} {at(best[base])}: {average(loss[base][best[base]]):.4f}']
     for label in (label for label in loss if label != base):
-        pairs = [(best[label], best[label]), (best[base], best[base]), (best[label], best[base])]
-        own, theirs, each = (difference(loss[label][a], loss[base][b]) for a, b in pairs)
-        out.append(f'{label} is at its best with {at(best[label])}: {average(loss[label][best[label]]):.4f}; {label} - '
-                   f'{base} there {own}, at the best of {base} {theirs}, each at its own best {each}'
-                   + ' (95 %; of the last, which chose by these runs, too narrow)' * ('+-' in each))
+        own, theirs = best[label], best[base]
+        text = (f'{label} is at its best with {at(own)}: {average(loss[label][own]):.4f}; {label} - {base} there '
+                + difference(loss[label][own], loss[base][own]))
+        if own != theirs:
+            text += (f', at the best of {base} {difference(loss[label][theirs], loss[base][theirs])}, each at its own '
+                     f'best {difference(loss[label][own], loss[base][theirs])} (optimistic: chosen by these runs)')
+        out.append(text)
     return out
 
 

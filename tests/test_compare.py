@@ -197,9 +197,9 @@ def results(base, other):
 @pytest.mark.parametrize('base,other,says', [
     ([2.0], [1.0], 'one seed'),
     ([2.0, 2.1, 2.2], [2.1, 1.9, 2.3], 'not distinguishable from zero'),
-    ([2.0, 2.2, 2.4], [1.95, 2.15, 2.35], 'smaller than the seed spread'),
-    ([2.0, 2.001, 2.002], [1.5, 1.501, 1.502], 'lower loss, beyond the seed spread'),
-    ([2.0, 2.001, 2.002], [2.5, 2.501, 2.502], 'higher loss'),
+    ([2.0, 2.2, 2.4], [1.95, 2.15, 2.35], 'resolved, but less than the sd of standard between seeds (0.2'),
+    ([2.0, 2.001, 2.002], [1.5, 1.501, 1.502], 'lower, by more than the sd of standard between seeds (0.0010)'),
+    ([2.0, 2.001, 2.002], [2.5, 2.501, 2.502], 'higher, by more than'),
 ])
 def test_a_difference_within_noise_is_called_so(base, other, says):
     assert says in L.verdicts(results(base, other))[0]

@@ -261,6 +261,15 @@ def test_sources_at_every_read(mode, N, n_layer, counts):
         total = total + outputs[l] if l < len(outputs) else total
 
 
+@pytest.mark.parametrize('kernel', ['reference', 'torch'])
+def test_there_must_be_as_many_sublayers_as_queries(kernel):
+    rule = RESIDUALS['full'](config('full', kernel=kernel))
+    f = torch.nn.Identity()
+    for n in (rule.L - 1, rule.L + 1):
+        with pytest.raises(ValueError, match=f'{n} sublayers: must be 2 . n_layer = {rule.L}$'):
+            rule(torch.randn(1, 2, D), [f] * n)
+
+
 @pytest.mark.parametrize('mode', [m[:3] for m in COUNTS])
 def test_gradient_reaches_every_source(mode):
     *mode, n_layer = mode

@@ -32,7 +32,7 @@ def test_budget(name):
 
 
 def test_budget_of_experiments():
-    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in (ROOT / 'experiments').glob('*.py')) <= 1765
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in (ROOT / 'experiments').glob('*.py')) <= 1780
 
 
 def test_no_surprises_at_the_top():

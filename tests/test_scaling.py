@@ -49,6 +49,13 @@ def losses(rng, factor, noise, seeds=3):
     return base, base * factor + noise / 10 * rng.standard_normal((4, seeds))
 
 
+def told(loss):
+    """ What is fitted to {label: (sizes, seeds)}, and said of it. """
+    fits = scaling.analyse(C, loss, 'standard')
+    lists = {label: values.tolist() for label, values in loss.items()}
+    return fits, scaling.verdicts({'fits': fits, 'base': 'standard', 'final_loss': lists})
+
+
 def test_the_interval_holds_the_truth_and_tells_noise_from_gain():
     rng, held = np.random.default_rng(1), 0
     for _ in range(100):
@@ -56,24 +63,24 @@ def test_the_interval_holds_the_truth_and_tells_noise_from_gain():
         low, high = scaling.interval(C, base, rule)
         held += low <= 0.98**-10 <= high
     assert held >= 90  # of 100: 95 % in the long run
-    fits = scaling.analyse(C, {'standard': base, 'full': rule, 'same': losses(rng, 1.0, 0.02)[1]}, 'standard')
-    data = {'fits': fits}
-    says = scaling.verdicts(data)
+    says = told({'standard': base, 'full': rule, 'same': losses(rng, 1.0, 0.02)[1]})[1]
     assert 'not resolved' in says[2] and 'not resolved' not in says[1] and "C'/C" not in says[0]
+    d, half = common.paired(rule[-1].tolist(), base[-1].tolist())
+    assert says[1].endswith(f'; measured at the largest C, full - standard: {d:+.4f} +- {half:.4f}')
 
 
 def test_one_seed_gives_no_interval():
-    fits = scaling.analyse(C, {'standard': 2 * C[:, None]**-0.1, 'full': 1.9 * C[:, None]**-0.1}, 'standard')
-    assert fits['full']['interval'] is None and 'one seed' in scaling.verdicts({'fits': fits})[1]
+    fits, says = told({'standard': 2 * C[:, None]**-0.1, 'full': 1.9 * C[:, None]**-0.1})
+    assert fits['full']['interval'] is None and 'one seed' in says[1]
 
 
 def test_fits_too_flat_for_an_advantage_are_not_resolved_and_leave_json_whole():
     rng = np.random.default_rng(0)
     base, rule = (2 * C[:, None]**0.001 + 0.05 * rng.standard_normal((4, 3)) for _ in range(2))
-    fits = scaling.analyse(C, {'standard': base, 'full': rule}, 'standard')
-    assert fits['full']['interval'] is None and 'not resolved' in scaling.verdicts({'fits': fits})[1]
-    rising = scaling.analyse(C, {'standard': 2 * C[:, None]**0.1, 'full': 2 * C[:, None]**-0.1}, 'standard')
-    assert rising['full']['advantage'] is None and "C'/C = none" in scaling.verdicts({'fits': rising})[1]
+    fits, says = told({'standard': base, 'full': rule})
+    assert fits['full']['interval'] is None and 'not resolved' in says[1]
+    rising, says = told({'standard': 2 * C[:, None]**0.1, 'full': 2 * C[:, None]**-0.1})
+    assert rising['full']['advantage'] is None and "C'/C = none" in says[1]
     json.dumps([fits, rising], allow_nan=False)
 
 
@@ -142,8 +149,11 @@ def test_sweep_compares_each_mode_at_its_best():
     first, second = sweep.verdicts(data)
     assert 'learning_rate 2 (an end of what was tried): 2.0000' in first
     for part in ('best with 1 (an end of what was tried): 1.6000', 'there -1.4000', 'at the best of standard +0.5000',
-                 'each at its own best -0.4000 +- 1.27'):
+                 'each at its own best -0.4000 +- 1.2710 (optimistic'):
         assert part in second
+    data['final_loss']['full']['2'] = [1.0, 1.2]  # both at their best with the same value
+    assert sweep.verdicts(data)[1].endswith('tried): 1.1000; full - standard there -0.9000 +- 1.2710')
+    data['final_loss']['full']['2'] = [2.5, 2.5]
     assert sweep.cells(data)[1] == ('1', '3.0000', '1.6000', '-1.4000 +- 1.2710')
 
 
