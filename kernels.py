@@ -308,15 +308,15 @@ if triton is not None:
         rstd = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
         return x * rstd, rstd
 
-    @triton.jit(do_not_specialize=["R", "n"], do_not_specialize_on_alignment=["mean_lse", "lse"])
-    def _read_kernel(v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, R, n, eps, norm_eps,
-                     S: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-        """ h[k] = mean of n sources, and of mean[k], by query k < S;  total = v[n-1] + new;  y = LayerNorm(h[0]) """
-        r, R, d = tl.program_id(0).to(tl.int64), tl.cast(R, tl.int64), tl.arange(0, TILE_D)
-        mask, row = d < D, r * D + d                                # 64 bits: R * D may exceed 2^31
+    @triton.jit(do_not_specialize=["T", "n"], do_not_specialize_on_alignment=["mean_lse", "lse"])
+    def _read_kernel(v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, T, n, eps, norm_eps,
+                     Q: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+        """ h[k] = mean of n sources, and of mean[k], by query k < Q;  total = v[n-1] + new;  y = LayerNorm(h[0]) """
+        r, T, d = tl.program_id(0).to(tl.int64), tl.cast(T, tl.int64), tl.arange(0, TILE_D)
+        mask, row = d < D, r * D + d                                # 64 bits: T * D may exceed 2^31
         m, s, a = (), (), ()                # per query: the score taken as zero, sum of exp(z - m), and of exp(z - m) v
-        for k in tl.static_range(S):
-            m += (float("-inf") if mean is None else tl.load(mean_lse + k * R + r),)
+        for k in tl.static_range(Q):
+            m += (float("-inf") if mean is None else tl.load(mean_lse + k * T + r),)
             s += (0. if mean is None else 1.,)
             a += (tl.zeros([TILE_D], tl.float32) if mean is None else _row(mean[k], row, mask),)
         for b in tl.static_range(0, len(v), 8):
@@ -328,15 +328,15 @@ if triton is not None:
                     tl.store(total + row, x, mask=last)
                     x = x.to(tl.float32)
                 rms = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-                for k in tl.static_range(S):
+                for k in tl.static_range(Q):
                     z = tl.sum(_row(q, k * D + d, mask) * x, 0) * rms
                     if z - m[k] > 20.:                              # float32 reaches e^88: no need for every maximum
                         fade = tl.exp(m[k] - z)
                         m, s, a = _put(m, k, z), _put(s, k, s[k] * fade), _put(a, k, a[k] * fade)
                     w = tl.exp(z - m[k])
                     s, a = _put(s, k, s[k] + w), _put(a, k, a[k] + w * x)
-        for k in tl.static_range(S):
-            tl.store(lse + k * R + r, m[k] + tl.log(s[k]))
+        for k in tl.static_range(Q):
+            tl.store(lse + k * T + r, m[k] + tl.log(s[k]))
             tl.store(h[k] + row, (a[k] / s[k]).to(h[k].dtype.element_ty), mask=mask)
         if y is not None:
             x = (a[0] / s[0]).to(y.dtype.element_ty).to(tl.float32)  # the norm sees h as it is stored
@@ -357,20 +357,20 @@ if triton is not None:
             g, t = _put(g, i, g[i] + alpha * dh + c[i] * q), _put(t, i, t[i] + dz * z)
         return g, t, c
 
-    @triton.jit(do_not_specialize=["R", "M", "ROWS"],
+    @triton.jit(do_not_specialize=["T", "M", "ROWS"],
                 do_not_specialize_on_alignment=["stats", "coef", "lse", "own_stats"])
-    def _source_kernel(v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats, sums, R, M, ROWS, eps,
+    def _source_kernel(v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats, sums, T, M, ROWS, eps,
                        norm_eps, N: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
         """
-        dv[i] = found[i] + what M reads say of source i < N.   stats [M, 2, R]: lse, delta.   coef [N, M, R]: dz r.
+        dv[i] = found[i] + what M reads say of source i < N.   stats [M, 2, T]: lse, delta.   coef [N, M, T]: dz r.
         With dy, the event's own read comes first: own_dh from dy, then sums[program] = its dq, and dweight and dbias.
         Without lse that read had one source and returned it.
         """
-        pid, R, d = tl.program_id(0).to(tl.int64), tl.cast(R, tl.int64), tl.arange(0, TILE_D)
+        pid, T, d = tl.program_id(0).to(tl.int64), tl.cast(T, tl.int64), tl.arange(0, TILE_D)
         mask, zero = d < D, tl.zeros([TILE_D], tl.float32)
         one: tl.constexpr = 1 if dy is not None else 0              # rows of q before the later reads'
         dq, dw, db = zero, zero, zero
-        for r in range(pid * ROWS, tl.minimum(pid * ROWS + ROWS, R)):
+        for r in range(pid * ROWS, tl.minimum(pid * ROWS + ROWS, T)):
             row = r * D + d
             if dy is not None:                                      # dh of the event's own read
                 dl, hl = _row(dy, row, mask), _row(h, row, mask)
@@ -392,7 +392,7 @@ if triton is not None:
             if lse is not None:
                 own_lse = tl.load(lse + r)
                 tl.store(own_stats + r, own_lse)
-                tl.store(own_stats + R + r, delta)
+                tl.store(own_stats + T + r, delta)
                 g, t, c = _pairs(x, rms, g, t, _row(q, d, mask), dl, own_lse, delta, N)
                 for i in tl.static_range(N):
                     dq += c[i] * x[i]
@@ -402,10 +402,10 @@ if triton is not None:
                 for b in tl.static_range(0, len(dh), 8):
                     for l in range(b, tl.minimum(b + 8, M)):
                         ql, dl = _row(q, (l + one) * D + d, mask), _row(_pick(dh[b:b + 8], l - b), row, mask)
-                        stat = stats + 2 * l * R + r
-                        g, t, c = _pairs(x, rms, g, t, ql, dl, tl.load(stat), tl.load(stat + R), N)
+                        stat = stats + 2 * l * T + r
+                        g, t, c = _pairs(x, rms, g, t, ql, dl, tl.load(stat), tl.load(stat + T), N)
                         for i in tl.static_range(N):
-                            tl.store(coef + (i * M + l) * R + r, c[i])
+                            tl.store(coef + (i * M + l) * T + r, c[i])
             for i in tl.static_range(N):
                 gi = g[i] - t[i] * rms[i] * rms[i] / D * x[i]
                 tl.store(dv[i] + row, gi.to(dv[i].dtype.element_ty), mask=mask)
@@ -416,9 +416,9 @@ if triton is not None:
 
 
 def _geometry(x):
-    """ rows, rows per program of the backward, what is compiled in; up to 1024 columns a warp: no barriers """
-    R, D, tile = x.numel() // x.shape[-1], x.shape[-1], triton.next_power_of_2(x.shape[-1])
-    return R, max(8, -(-R // PROGRAMS)), dict(D=D, TILE_D=tile, num_warps=max(1, tile // 1024))
+    """ T tokens, tokens per program of the backward, what is compiled in; up to 1024 columns a warp: no barriers """
+    T, D, tile = x.numel() // x.shape[-1], x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    return T, max(8, -(-T // PROGRAMS)), dict(D=D, TILE_D=tile, num_warps=max(1, tile // 1024))
 
 
 def _launch(kernel, programs, *args, **compiled):
@@ -442,12 +442,12 @@ def _op(function):
 @_op
 def read(v: list[Tensor], new: Tensor | None, q: Tensor, mean: list[Tensor], mean_lse: Tensor | None,
          weight: Tensor | None, bias: Tensor | None, eps: float, norm_eps: float) -> list[Tensor]:
-    """ lse [S, R], v[-1] + new, LayerNorm(h of the first query), h per query; empty what there is no input for """
-    (R, _, compiled), x, S = _geometry(v[0]), v[0], len(q)
-    h, lse = [torch.empty_like(x) for _ in range(S)], x.new_empty(S, R, dtype=torch.float32)
+    """ lse [Q, T], v[-1] + new, LayerNorm(h of the first query), h per query; empty what there is no input for """
+    (T, _, compiled), x, Q = _geometry(v[0]), v[0], len(q)
+    h, lse = [torch.empty_like(x) for _ in range(Q)], x.new_empty(Q, T, dtype=torch.float32)
     total, y = (x.new_empty(0 if t is None else x.shape) for t in (new, weight))
-    _launch(_read_kernel, R, v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, R, len(v), eps, norm_eps,
-            S=S, **compiled)
+    _launch(_read_kernel, T, v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, T, len(v), eps, norm_eps,
+            Q=Q, **compiled)
     return [lse, total, y, *h]
 
 
@@ -455,19 +455,19 @@ def read(v: list[Tensor], new: Tensor | None, q: Tensor, mean: list[Tensor], mea
 def source(v: list[Tensor], found: list[Tensor], q: Tensor, dh: list[Tensor], stats: Tensor | None, dy: Tensor | None,
            h: Tensor | None, lse: Tensor | None, weight: Tensor | None, eps: float, norm_eps: float) -> list[Tensor]:
     """ coef, sums, then stats and dh of the event's own read, dv per source; empty what there is no input for """
-    (R, rows, compiled), x, N, M = _geometry(v[0]), v[0], len(v), len(dh)
-    programs = -(-R // rows)
+    (T, rows, compiled), x, N, M = _geometry(v[0]), v[0], len(v), len(dh)
+    programs = -(-T // rows)
     coef, sums, own_stats = (x.new_empty(shape, dtype=torch.float32) for shape in (
-        (N, M, R), (programs * (dy is not None), 3, x.shape[-1]), (1 * (lse is not None), 2, R)))
+        (N, M, T), (programs * (dy is not None), 3, x.shape[-1]), (1 * (lse is not None), 2, T)))
     own_dh, dv = x.new_empty(0 if weight is None else x.shape), [torch.empty_like(x) for _ in v]
     _launch(_source_kernel, programs, v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats,
-            sums, R, M, rows, eps, norm_eps, N=N, **compiled)
+            sums, T, M, rows, eps, norm_eps, N=N, **compiled)
     return [coef, sums, own_stats, own_dh, *dv]
 
 
 @_op
 def query_grad(coef: Tensor, v: list[Tensor]) -> Tensor:
-    """ dq [M, D] = sum_i coef[i] [M, R] @ v_i [R, D], accumulated in float32 """
+    """ dq [M, D] = sum_i coef[i] [M, T] @ v_i [T, D], accumulated in float32 """
     dq = coef.new_zeros(coef.shape[1], v[0].shape[-1])
     for c, x in zip(coef, v, strict=True):
         x = x.view(-1, x.shape[-1])

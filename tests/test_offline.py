@@ -55,19 +55,19 @@ def read(arch, n, S, mean=False, new=False, norm=True, D=D, dtype='*bf16'):
     """a read of n sources by S queries"""
     import kernels
     number = '*fp32'
-    types = dict(v=several(dtype, n), q=number, h=several(dtype, S), lse=number, R='i32', n='i32', eps='fp32',
+    types = dict(v=several(dtype, n), q=number, h=several(dtype, S), lse=number, T='i32', n='i32', eps='fp32',
                  norm_eps='fp32')
     types |= dict(mean=several(dtype, S), mean_lse=number) if mean else {}
     types |= dict(weight=number, bias=number, y=dtype) if norm else {}
     types |= dict(new=dtype, total=dtype) if new else {}
-    return compile_for(arch, kernels._read_kernel, types, dict(S=S, D=D, TILE_D=tile(D)), max(1, tile(D) // 1024))
+    return compile_for(arch, kernels._read_kernel, types, dict(Q=S, D=D, TILE_D=tile(D)), max(1, tile(D) // 1024))
 
 
 def source(arch, N, M, own=True, norm=True, found=False, first=False, D=D, dtype='*bf16'):
     """a pass over N sources and M later reads"""
     import kernels
     v, number = several(dtype, N), '*fp32'
-    types = dict(v=v, dv=v, q=number, R='i32', M='i32', ROWS='i32', eps='fp32', norm_eps='fp32')
+    types = dict(v=v, dv=v, q=number, T='i32', M='i32', ROWS='i32', eps='fp32', norm_eps='fp32')
     types |= dict(dh=several(dtype, M), stats=number, coef=number) if M else {}
     types |= dict(found=v) if found else {}
     types |= dict(dy=dtype, h=dtype, sums=number) if own else {}
