@@ -30,8 +30,8 @@ MODES = '--modes=standard,full,block:8,static,block:4,denseformer,mhc'
 SWEPT = '--modes=standard,full,block:8'
 ENWIK8 = ('--dataset=enwik8', '--max_iters=600', '--eval_interval=150', '--eval_iters=60')
 RERUN = {  # name: (verb, its arguments, {a file it writes into out_dir: its name in assets/})
-    'shakespeare': ('loss', ('--seeds=5', MODES), {'results.json': 'shakespeare.json'}),
-    'enwik8': ('loss', ('--seeds=5', MODES, *ENWIK8), {'results.json': 'enwik8.json', 'depth.json': 'depth.json'}),
+    'shakespeare': ('loss', ('--seeds=5', MODES), {'results.json': 'shakespeare.json', 'depth.json': 'depth.json'}),
+    'enwik8': ('loss', ('--seeds=5', MODES, *ENWIK8), {'results.json': 'enwik8.json'}),
     'rates': ('sweep', ('--seeds=5', SWEPT, *ENWIK8), {'sweep.json': 'rates.json'}),
     'projection': ('sweep', ('--vary=scale_proj_init=true,false', SWEPT, *ENWIK8), {'sweep.json': 'projection.json'}),
     'scaling': ('scaling', (), {'scaling.json': 'scaling.json'}),
