@@ -120,7 +120,7 @@ def _one(h, sublayers, query, S, eps):
     N, wide = 1 + -(-L // S), torch.promote_types(dtype, torch.float32)
     long = h.new_full((N, D + 1), (D * eps) ** 0.5, dtype=wide)
     v, norm, query, y, n = long[:, :D], h.new_ones(N, dtype=wide), (query.to(wide) * D ** 0.5).unbind(), h, -1
-    each_long, each_v, each_norm, v_t = long.unbind(), v.unflatten(1, shape).unbind(), norm.unbind(), v.t()
+    each_long, each_v, each_norm, v_t = long.unbind(), v.view(N, *shape).unbind(), norm.unbind(), v.t()
     unborn = h.new_full((N, N), -torch.inf, dtype=wide).triu(1).unbind()
     for l in range(L + 1):
         if l == 0 or (l - 1) % S == 0:

@@ -111,7 +111,7 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('_one', 'N, wide', '1', '2'): 'one more row that no read weighs',
     ('_one', 'unbind', '(query.to(wide) * D ** 0.5).unbind()', 'query.to(wide) * D ** 0.5'): 'the same rows',
     ('_one', 'unbind', 'long.unbind()', 'long'): 'the same rows',
-    ('_one', 'unbind', 'v.unflatten(1, shape).unbind()', 'v.unflatten(1, shape)'): 'the same rows',
+    ('_one', 'unbind', 'v.view(N, *shape).unbind()', 'v.view(N, *shape)'): 'the same rows',
     ('_one', 'unbind', 'norm.unbind()', 'norm'): 'the same numbers',
     ('_one', 'unborn', 'h.new_full((N, N), -torch.inf, dtype=wide).triu(1).unbind()',
      'h.new_full((N, N), -torch.inf, dtype=wide).triu(1)'): 'the same rows',
