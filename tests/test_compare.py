@@ -9,7 +9,7 @@ import torch
 import compare
 import train as trainer
 from experiments import loss as L
-from experiments import measure, pictures, runs
+from experiments import measure, pictures, readme, runs
 from experiments.common import table
 
 TINY = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=4',
@@ -289,3 +289,10 @@ def test_interrupting_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         compare.main([])
     assert e.value.code == 130 and capsys.readouterr().err.count('\n') == 1
+
+
+def test_a_difference_in_words():
+    assert readme.in_words([1.0], [2.0]) == '-1.0000 from one seed, not resolved'
+    assert readme.in_words([1.0, 1.1], [2.0, 2.1]) == '-1.0000 +- 0.0000'
+    assert readme.in_words([1.0, 2.0], [1.5, 1.0]).endswith(', not resolved')
+    assert readme.in_words([1.0, None], [2.0, 2.0]) == readme.in_words([1.0], [None]) == 'none (diverged)'
