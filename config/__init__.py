@@ -99,8 +99,8 @@ def fail(message, code=2):
 
 
 def unknown(key, kinds):
-    near = difflib.get_close_matches(key[:100], kinds, 1)
-    near = [ours for ours in [NANOGPT.get(key, '')] if ours.split('=')[0] in kinds] or near
+    ours = NANOGPT.get(key, '')
+    near = [ours] if ours.split('=')[0] in kinds else difflib.get_close_matches(key[:100], kinds, 1)
     return f'{brief.repr(key)}: must be a key; ' + (f'did you mean {near[0]}?' if near else '--help lists them all')
 
 

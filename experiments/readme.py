@@ -22,7 +22,7 @@ import config as configuration
 import model
 from data.prepare import load
 from experiments import loss, pictures, scaling, sweep
-from experiments.common import environment, mode_keys, paired, signed, write_json
+from experiments.common import environment, mode_keys, paired, write_json
 from experiments.speed import traffic as count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,11 +81,11 @@ def bullets(lines):
 
 def in_words(values, base):
     """ Their mean paired difference, its interval, and whether that holds zero. """
+    text = sweep.difference(values, base)
     if None in values + base:
-        return 'none (diverged)'
+        return text
     d, half = paired(values, base)
-    return (signed(d, half) + (' from one seed' if half is None else '')
-            + (', not resolved' if half is None or abs(d) <= half else ''))
+    return text + (' from one seed, not resolved' if half is None else ', not resolved' if abs(d) <= half else '')
 
 
 def where(data):
