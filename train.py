@@ -36,7 +36,8 @@ import baselines  # noqa: F401 - importing it registers its rules
 import config as configuration
 import kernels
 from data.prepare import load
-from model import GPT, GPTConfig, checkpoint_file, initial_weights, load_checkpoint, model_config
+from model import GPT, GPTConfig
+from weights import checkpoint_file, initial_weights, load_checkpoint, model_config
 
 
 @dataclass

@@ -13,9 +13,10 @@ from data.prepare import load
 from experiments import depth, measure, pictures
 from experiments.common import environment, paired, signed, table, write_json
 from experiments.runs import RunsConfig, commits, partition, run_all, settings
-from model import RESIDUALS, load_checkpoint
+from model import RESIDUALS
 from sample import SampleConfig, sample
 from train import pick_compile, pick_device, pick_dtype
+from weights import load_checkpoint
 
 
 @dataclass

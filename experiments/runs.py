@@ -21,8 +21,8 @@ import torch
 import config as configuration
 from data.prepare import load
 from experiments.common import commit, environment, mode_keys, preset, table, write_json
-from model import checkpoint_file
 from train import FREE, Diverged, TrainConfig, pick_device, pick_dtype, train
+from weights import checkpoint_file
 
 
 @dataclass

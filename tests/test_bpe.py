@@ -8,7 +8,8 @@ import compare
 import sample
 import train
 from data import prepare
-from model import RESIDUALS, load_checkpoint
+from model import RESIDUALS
+from weights import load_checkpoint
 
 pytestmark = pytest.mark.slow
 

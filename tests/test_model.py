@@ -9,7 +9,8 @@ import reference
 import torch
 
 import kernels
-from model import GPT, RESIDUALS, Cache, DepthAttention, GPTConfig, load_checkpoint, model_config, pick
+from model import GPT, RESIDUALS, Cache, DepthAttention, GPTConfig, pick
+from weights import load_checkpoint, model_config
 
 V, D, T = 11, 8, 5
 MODES = [('standard', 1), ('full', 1), ('block', 1), ('block', 2), ('block', 3), ('block', 4), ('block', 6)]  # L = 6

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import baselines  # noqa: F401 - registers its rules
-from model import GPT, GPTConfig, initial_weights, model_config
+from model import GPT, GPTConfig
+from weights import initial_weights, model_config
 
 hf = pytest.importorskip('transformers', reason="transformers is not installed: pip install 'transformers>=4.40'")
 hf.utils.logging.disable_progress_bar()

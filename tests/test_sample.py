@@ -10,9 +10,10 @@ import torch
 
 import sample as S
 from data.prepare import CharTokenizer
-from model import GPT, GPTConfig, model_config
+from model import GPT, GPTConfig
 from sample import SampleConfig, Sampler, sample, show_depths
 from train import save
+from weights import model_config
 
 CHARS = '\n abcdefghij'
 
