@@ -73,6 +73,8 @@ class TrainConfig(GPTConfig):
 
     def __post_init__(self):
         check = configuration.checker(self)
+        self.out_dir = configuration.expand(self.out_dir)
+        self.init_from = configuration.expand(self.init_from)
         self.model(self.vocab_size or 1)  # checks the model's keys
         for key in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval'):
             check(key, 1 <= getattr(self, key) < 2**31, 'a whole number from 1 to 2**31 - 1')
@@ -98,7 +100,8 @@ class TrainConfig(GPTConfig):
 GOLDEN = (math.sqrt(5) - 1) / 2
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # Keys that a resumed run may change; all others define it.
-FREE = set('out_dir resume overwrite device compile kernel recompute log_interval patience nonfinite'.split())
+MAY_CHANGE_ON_RESUME = {'out_dir', 'resume', 'overwrite', 'device', 'compile', 'kernel', 'recompute', 'log_interval',
+                        'patience', 'nonfinite'}
 
 
 # -----------------------------------------------------------------------------
@@ -286,7 +289,7 @@ def read_run(out_dir):
 
 def definition(cfg, data, old=None):
     """ All that makes a run what it is. ValueError names the first thing in which it differs from an older one. """
-    new = {k: v for k, v in asdict(cfg).items() if k not in FREE}
+    new = {k: v for k, v in asdict(cfg).items() if k not in MAY_CHANGE_ON_RESUME}
     new |= {'tokenizer': data.meta['tokenizer'], 'token files': data.sha}
     for key in [*new, *(old.keys() - new.keys())] if old else ():
         if new.get(key) != old.get(key, getattr(TrainConfig, key, None)):  # the default: a key younger than the run
@@ -327,9 +330,10 @@ class Diverged(RuntimeError):
 
 class Run:
     """ A run under way: what it trains (model, optimizer, data) and how far it is (now). """
-    def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False, label=''):
+    def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False, label='', report=None):
         self.cfg, self.data, self.dtype, self.rank, self.world = cfg, data, dtype, rank, world
         self.device, self.quiet, self.label = data.device, quiet or rank > 0, label  # label: of runs side by side
+        self.report = report if rank == 0 else None
         self.autocast = partial(torch.autocast, data.device.type, dtype, enabled=dtype != torch.float32)
         self.ckpt, self.best, self.log = (os.path.join(cfg.out_dir, f) for f in ('ckpt.pt', 'best.pt', 'log.jsonl'))
         self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx  # in a step
@@ -343,8 +347,16 @@ class Run:
             log=[json.dumps({'config': asdict(cfg) | {'vocab_size': data.rows}})])  # the lines of log.jsonl
         self.standing = 'there is no checkpoint yet'
 
+    def tell(self, loss=None, message=None):
+        """ Hands the state of the run, or a line of text, to whoever asked to be told. """
+        val_loss = self.now.history[-1][1] if self.now.history else None
+        self.report({'step': self.now.step, 'max_iters': self.cfg.max_iters, 'loss': loss, 'val_loss': val_loss,
+                     'message': message})
+
     def say(self, line):
-        if not self.quiet:
+        if self.report:
+            self.tell(message=line)
+        elif not self.quiet:
             with suppress(OSError):  # whoever reads this may have gone away; the run goes on
                 tqdm.write(self.label + line)
 
@@ -483,7 +495,7 @@ class Run:
         """ Steps and evaluates until max_iters, patience or a signal ends it. """
         cfg, now = self.cfg, self.now
         with tqdm(total=cfg.max_iters, initial=now.step, unit='step', leave=False,
-                  disable=bool(self.quiet or self.label or sys.stderr is None) or None) as bar:
+                  disable=bool(self.quiet or self.label or self.report or sys.stderr is None) or None) as bar:
             while True:
                 evaluated = now.history and now.history[-1][0] == now.step
                 if not evaluated and (now.step % cfg.eval_interval == 0 or now.step == cfg.max_iters):
@@ -498,12 +510,19 @@ class Run:
                     speed = self.tokens * now.step / now.seconds
                     bar.set_postfix_str(f'loss {loss:.3f}, {speed:,.0f} tokens/s', refresh=False)
                 bar.update()
+                if self.report:
+                    self.tell(loss)
         if now.history[-1][0] != now.step:
             self.save()
 
 
-def train(cfg, quiet=False, label=''):
-    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run. """
+def train(cfg, quiet=False, label='', report=None):
+    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run.
+
+    With report given, train prints nothing and shows no bar. After every step, and whenever it would have printed a
+    line, it calls report with a dict: step, max_iters, loss (None if the call brings a line), val_loss (the last one
+    known, or None) and message (the line, or None).
+    """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # raises if it cannot run here
@@ -522,7 +541,7 @@ def train(cfg, quiet=False, label=''):
                              '--overwrite replaces it, another out_dir keeps it')
         if world > 1:
             dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-        run = Run(cfg, data, dtype, rank, world, quiet, label)
+        run = Run(cfg, data, dtype, rank, world, quiet, label, report)
         try:
             run.warm_up()
             run.begin(state)

@@ -45,10 +45,15 @@ def parse(cls, argv, description=None):
     return files | given
 
 
+def expand(path):
+    """ path with a leading ~ replaced by the home folder, wherever the user names a file or a folder. """
+    return os.path.expanduser(path)
+
+
 def read(path, kinds):
     """ The settings in one TOML file, all of them keys. Their types are checked with everything else, in checker. """
     try:
-        with open(path, 'rb') as f:
+        with open(expand(path), 'rb') as f:
             values = tomllib.load(f)
     except (OSError, ValueError, RecursionError) as e:  # not there, malformed, not UTF-8, a number of 5000 digits
         fail(f'{brief.repr(path)}: must be a TOML file: {getattr(e, "strerror", None) or e}')

@@ -21,7 +21,7 @@ import torch
 import config as configuration
 from data.prepare import load
 from experiments.common import commit, environment, mode_keys, preset, table, write_json
-from train import FREE, Diverged, TrainConfig, pick_device, pick_dtype, train
+from train import MAY_CHANGE_ON_RESUME, Diverged, TrainConfig, pick_device, pick_dtype, train
 from weights import checkpoint_file
 
 
@@ -96,7 +96,8 @@ def run_key(cfg, data):
     data: what a config only names: hashes of the token files and of the weights to begin with.
     """
     device = pick_device(cfg.device)
-    known = {k: v for k, v in asdict(canonical(cfg)).items() if k not in FREE - {'patience', 'nonfinite'}}
+    ignored = MAY_CHANGE_ON_RESUME - {'patience', 'nonfinite'}
+    known = {k: v for k, v in asdict(canonical(cfg)).items() if k not in ignored}
     known |= {'data': data, 'device': device.type, 'dtype': str(pick_dtype(cfg.dtype, device))}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -14,10 +14,11 @@ import config as configuration
 from experiments import pictures
 from experiments.common import paired, signed
 from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
-from train import FREE, TrainConfig
+from train import MAY_CHANGE_ON_RESUME, TrainConfig
 
 KEYS = {f.name: f.type for f in fields(TrainConfig)
-        if f.name not in FREE | {'residual', 'residual_blocks', 'seed', 'dataset', 'init_from', 'min_lr', 'vocab_size'}}
+        if f.name not in MAY_CHANGE_ON_RESUME | {'residual', 'residual_blocks', 'seed', 'dataset', 'init_from',
+                                                 'min_lr', 'vocab_size'}}
 
 
 @dataclass

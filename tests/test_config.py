@@ -57,6 +57,13 @@ def test_the_command_line_goes_over_files_over_defaults(tmp_path):
     assert configuration.parse(Settings, ['--size=7', a, '--on=false', b]) == {'size': 7, 'rate': 2, 'on': False}
 
 
+def test_a_tilde_in_the_name_of_a_file_is_the_home_folder(tmp_path, monkeypatch):
+    toml(tmp_path, 'size = 5')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    for argument in ('~/a.toml', '--config=~/a.toml'):
+        assert configuration.parse(Settings, [argument]) == {'size': 5}
+
+
 def test_flags_and_values():
     parse = lambda *argv: configuration.parse(Settings, argv)  # noqa: E731
     assert parse('--on', '--maybe') == {'on': True, 'maybe': True}

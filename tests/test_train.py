@@ -232,6 +232,21 @@ def test_the_running_mean_covers_the_steps_since_the_last_evaluation(config):
         assert mean == pytest.approx(sum(loss[s] for s in range(a + 1, b + 1)) / (b - a))
 
 
+def test_a_report_hears_every_step_and_every_line_and_nothing_is_printed(config, capsys):
+    calls, cfg = [], config(log_interval=3)
+    result = T.train(cfg, label='x: ', report=calls.append)
+    assert capsys.readouterr() == ('', '')
+    assert all(c.keys() == {'step', 'max_iters', 'loss', 'val_loss', 'message'} for c in calls)
+    steps = [c for c in calls if c['message'] is None]
+    assert [c['step'] for c in steps] == list(range(1, 10)) and {c['max_iters'] for c in calls} == {9}
+    val_loss = {step: loss for step, loss, *_ in result['history']}
+    assert [c['val_loss'] for c in steps] == [val_loss[0]] * 4 + [val_loss[4]] * 4 + [val_loss[8]]
+    logged = [json.loads(line) for line in (Path(cfg.out_dir) / 'log.jsonl').read_text().splitlines()]
+    told = {c['step']: c['loss'] for c in steps}
+    assert [told[r['step']] for r in logged if 'loss' in r] == [r['loss'] for r in logged if 'loss' in r]
+    assert any('validation loss' in c['message'] for c in calls if c['message'])
+
+
 # ---- going on
 
 CASES = [
@@ -669,6 +684,12 @@ def test_train_prepares_and_prints_its_choices(config, capsys):
     for said in ('4 sublayers in 2 residual blocks of 2', '1 x cpu, float32, kernel ', 'M parameters',
                  '9 steps of 24 tokens', ' minutes; ', 'GiB', 'step     9: validation loss'):
         assert said in out
+
+
+def test_a_tilde_is_the_home_folder(root, monkeypatch):
+    monkeypatch.setenv('HOME', str(root))
+    cfg = TrainConfig(out_dir='~/run', init_from='~/other')
+    assert (cfg.out_dir, cfg.init_from) == (str(root / 'run'), str(root / 'other'))
 
 
 def test_accumulation_must_divide_among_processes(config, monkeypatch):
