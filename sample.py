@@ -1,166 +1,244 @@
 """
 Continues a text with a trained model; the text streams as it is produced.
 
-    python sample.py --out_dir=out/shakespeare_char_cpu --start="ROMEO:" --max_new_tokens=300 --temperature=0.8
+    python sample.py --out_dir=out/shakespeare_char_cpu --start="ROMEO:" --temperature=0.8
     python sample.py --out_dir=out/shakespeare_char_cpu --interactive --show_depth
+    python sample.py --init_from=gpt2 --residual=block --start="Once upon a time"
 """
+import io
 import os
 import sys
 import time
+import unicodedata
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 import config as configuration
-from data.prepare import tokenizer_from
-from model import GPT, GPTConfig, check_sampling
-from train import pick_device, read_checkpoint
+from data.tokenizer import GPT2Tokenizer, tokenizer_from
+from model import GPTConfig, check_sampling
+from train import pick_device
+from weights import build_model, from_pretrained, load_checkpoint
+
+SEPARATOR = '\n---------------\n'
 
 
 @dataclass
 class SampleConfig:
-    out_dir: str = 'out/run'  # the folder that train.py wrote
-    which: str = 'best'  # best: lowest validation loss; latest: the newest checkpoint
-    start: str = '\n'  # the text to continue, or FILE:path
+    out_dir: str = 'out/run'  # the folder of the run to sample from
+    which: str = 'best'  # its checkpoint with the lowest validation loss: best; its newest: latest
+    init_from: str = ''  # GPT-2's weights instead of a run: gpt2, gpt2-medium, ..., or a folder
+    residual: str | None = None  # the rule that GPT-2's weights run under; left out: standard
+    residual_blocks: int | None = None  # the number of residual blocks, if that rule is block
+    start: str | None = None  # the text to continue, or FILE:path; left out: a newline
     interactive: bool = False  # ask for one text after another; Ctrl-D ends
-    num_samples: int = 1  # how many continuations, computed side by side: the first streams, the others follow
-    max_new_tokens: int = 500  # length of each
+    num_samples: int = 1  # continuations, all computed at once; the first one streams
+    max_new_tokens: int = 500  # length of each continuation
     temperature: float = 0.8  # below 1 safer, above 1 wilder; 0: always the most likely token
     top_k: int | None = 200  # draw from the k most likely tokens only; none: from all
     top_p: float | None = None  # draw from the fewest tokens that together have this probability
     seed: int = 1337  # the same seed and num_samples give the same texts
-    show_depth: bool = False  # a line: the source that the output read weighed most, at each token of the first text
+    show_depth: bool = False  # show under each token which source the last read gave most weight
     device: str = 'auto'  # auto | cpu | cuda | mps
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
 
     def __post_init__(self):
         check = configuration.checker(self)
+        self.out_dir = configuration.expand(self.out_dir)
+        self.init_from = configuration.expand(self.init_from)
         check('out_dir', self.out_dir.strip() and '\0' not in self.out_dir, 'the name of a folder')
         check('which', self.which in ('best', 'latest'), 'best or latest')
+        check('init_from', self.init_from != 'resume' and '\0' not in self.init_from,
+              'the name of a GPT-2 or the folder of its weights; --out_dir samples a run')
+        if self.init_from:
+            check('out_dir', self.out_dir == SampleConfig.out_dir, 'left out if init_from is given')
+        else:
+            for key in ('residual', 'residual_blocks'):
+                check(key, getattr(self, key) is None,
+                      'left out unless init_from is given: a run keeps its own rule')
         check('num_samples', 1 <= self.num_samples <= 4096, 'from 1 to 4096')
         check('max_new_tokens', 1 <= self.max_new_tokens < 2**31, 'from 1 to 2**31 - 1')
         check('seed', 0 <= self.seed < 2**63, 'from 0 to 2**63 - 1')
-        check_sampling(GPTConfig(), torch.zeros(1, 1), 1, self.temperature, self.top_k, self.top_p, None)
+        model = GPTConfig(residual=self.residual or 'standard', kernel=self.kernel)
+        check_sampling(model, torch.zeros(1, 1), 1, self.temperature, self.top_k, self.top_p, None)
 
 
 def read_start(start):
-    """ The text to continue, read from a file if start is FILE:path. """
-    show, text = configuration.brief.repr(start), start
-    if start.startswith('FILE:'):
+    """ The text to continue: start itself, or what the file holds if it is FILE:path. """
+    text = start
+    name = configuration.brief.repr(start)
+    if start is not None and start.startswith('FILE:'):
+        path = configuration.expand(start.removeprefix('FILE:'))
         try:
-            with open(start[5:], encoding='utf-8-sig') as f:
+            with open(path, encoding='utf-8-sig', newline='') as f:  # newline='' keeps \r\n
                 text = f.read()
         except (OSError, ValueError) as e:  # ValueError: not UTF-8, a null in the name
-            raise ValueError(f'start={show}: must be a readable UTF-8 file: {getattr(e, "strerror", None) or e}') from e
-    if not text:
-        raise ValueError(f'start={show}: must have at least one character')
+            fault = getattr(e, 'strerror', None) or e
+            raise ValueError(f'start={name}: must be a readable UTF-8 file: {fault}') from e
+    if text == '':
+        raise ValueError(f'start={name}: must have at least one character')
     return text
 
 
+def default_start(tokenizer):
+    """ The text to continue if none is given: a newline, or another character that is known. """
+    known = getattr(tokenizer, 'chars', '\n')  # tokenizers without chars know every text
+    return '\n' if '\n' in known else known[0]
+
+
+def load(cfg):
+    """ (model, tokenizer): those of the run in out_dir or, if init_from is given, GPT-2's. """
+    if cfg.init_from:
+        keys = {'residual': cfg.residual, 'residual_blocks': cfg.residual_blocks}
+        given = {key: value for key, value in keys.items() if value is not None}
+        return from_pretrained(cfg.init_from, kernel=cfg.kernel, **given), GPT2Tokenizer()
+    name = {'best': 'best.pt', 'latest': 'ckpt.pt'}[cfg.which]
+    path = os.path.join(cfg.out_dir, name)
+    if not os.path.exists(path):
+        raise ValueError(f'out_dir={cfg.out_dir!r}: must hold {name}; python train.py makes one')
+    state = load_checkpoint(path)
+    try:
+        tokenizer = tokenizer_from(state['tokenizer'])
+    except (AttributeError, KeyError, TypeError) as e:
+        raise ValueError(f'{path}: must hold the tokenizer of its run; {e!r}') from e
+    return build_model(state, path, cfg.kernel), tokenizer
+
+
 class Sampler:
-    """ A trained model with its own tokenizer; sampler(text, write) streams continuations and returns them. """
+    """ A trained model with its tokenizer; sampler(text, write) continues a text.
+
+    One generator serves all calls, so a text that is given twice is continued in two ways.
+    """
     def __init__(self, cfg):
-        self.cfg, self.device = cfg, pick_device(cfg.device)
-        path = os.path.join(cfg.out_dir, 'best.pt' if cfg.which == 'best' else 'ckpt.pt')
-        if not os.path.exists(path):
-            raise ValueError(f'out_dir={cfg.out_dir!r}: must hold {os.path.basename(path)}; python train.py makes one')
-        state = read_checkpoint(path, ['tokenizer'])
-        kernel = 'reference' if cfg.show_depth else cfg.kernel
-        try:
-            self.tokenizer = tokenizer_from(state['tokenizer'])
-            self.model = GPT(GPTConfig(**state['model_config'], kernel=kernel))
-            self.model.load_state_dict(state['model'])
-        except (AttributeError, KeyError, TypeError, RuntimeError) as e:
-            raise ValueError(f'{path}: does not fit this version of model.py ({str(e)[:200]})') from e
-        self.model.to(self.device).eval()
-        self.depth = self.sources = None  # which has the largest weight for the newest token, of how many: last read
+        self.cfg = cfg
+        self.device = pick_device(cfg.device)
+        self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
+        self.model, self.tokenizer = load(cfg)
+        rows, needed = self.model.config.vocab_size, self.tokenizer.n_vocab
+        if rows < needed:
+            raise ValueError(f'{cfg.init_from or cfg.out_dir}: must have an embedding for each of '
+                             f'the {needed} tokens of its tokenizer, it has {rows}')
+        self.model.to(self.device)
+        self.top_source = self.n_sources = None
         if cfg.show_depth:
             if not hasattr(self.model.residual, 'attend'):
                 raise ValueError('show_depth=True: must be off for a model without depth attention')
+            self.model.residual.kernel = 'reference'
             self.model.residual.attend.register_forward_hook(self.look)
             print('show_depth: kernel=reference, the one that shows its weights', file=sys.stderr)
 
     def look(self, attend, inputs, output):
-        """ Forward hook: evaluates the weights that the model just used, for the first row's newest token. """
+        """ Forward hook: evaluates the weights just used for the first row's newest token. """
         w, v = inputs
-        self.depth, self.sources = attend.alpha(w, [source[:1, -1:] for source in v]).argmax(0).item(), len(v)
+        self.top_source = attend.alpha(w, [source[:1, -1:] for source in v]).argmax(0).item()
+        self.n_sources = len(v)
 
-    def __call__(self, text, write=lambda text: None):
+    def __call__(self, text=None, write=lambda text: None):
+        """ A list of num_samples texts that begin with text.
+
+        The first one is passed to write piece by piece as it comes, then the others are.
+        """
         cfg, tok = self.cfg, self.tokenizer
+        if text is None:
+            text = default_start(tok)
         try:
-            ids = np.asarray(tok.encode(text), dtype=np.int64)
+            ids = tok.encode(text).tolist()
         except ValueError as e:
             raise ValueError(f'start={configuration.brief.repr(text)}: {e}') from e
-        idx = torch.from_numpy(ids)[None].expand(cfg.num_samples, -1).to(self.device)  # one prefill for all
-        generator = torch.Generator(self.device).manual_seed(cfg.seed)
-        decode = [tok.streamer() for _ in range(cfg.num_samples)]
-        texts, seen = [''.join(d(i) for i in ids.tolist()) for d in decode], []
-        write(texts[0])
-        how = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, tok.n_vocab, generator)
-        for new in self.model.stream(idx, *how):
-            pieces = [d(i) for d, i in zip(decode, new[:, 0].tolist(), strict=True)]
-            texts = [t + p for t, p in zip(texts, pieces, strict=True)]
+        idx = torch.tensor([ids] * cfg.num_samples, device=self.device)
+        texts = [text] * cfg.num_samples
+        write(text)
+        streamers = [tok.streamer() for _ in texts]
+        seen = []  # (text, source) of each token of the first sample
+        how = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, tok.n_vocab)
+        for new in self.model.stream(idx, *how, self.generator):
+            new_ids = new[:, 0].tolist()
+            pieces = [decode(i) for decode, i in zip(streamers, new_ids, strict=True)]
+            texts = [before + piece for before, piece in zip(texts, pieces, strict=True)]
             write(pieces[0])
-            seen.append((pieces[0], self.depth))
+            seen.append((pieces[0], self.top_source))
         if cfg.show_depth:
-            write('\n' + show_depths(seen, self.sources, sys.stdout.isatty()))
-        write(''.join(f'\n---------------\n{t}' for t in texts[1:]) + '\n---------------\n')
+            write('\n' + show_depths(seen, self.n_sources, sys.stdout.isatty()))
+        for other in texts[1:]:
+            write(SEPARATOR + other)
+        write(SEPARATOR)
         return texts
 
 
-def show_depths(seen, most, colour, width=80):
-    """ The tokens in lines, one sign under each: 0 the embedding, then 1 .. 9, a .. z, + in the order of the sources.
+SIGNS = '0123456789abcdefghijklmnopqrstuvwxyz+'
+HUES = '27 33 39 45 50 82 154 226 214 208 202 196'.split()  # of the terminal's 256 colours
 
-    seen: (text, source) of each token. Blue is early, red late; most: the number of sources.
+
+def columns(text):
+    """ The columns of a terminal that text takes: two a wide character, none a combining mark. """
+    n = 0
+    for c in text:
+        if unicodedata.category(c) not in ('Mn', 'Me'):
+            n += 2 if unicodedata.east_asian_width(c) in 'WF' else 1
+    return n
+
+
+def show_depths(seen, n_sources, colour, width=80):
+    """ The tokens in lines, and a line of signs below each: the token's source, under its start.
+
+    seen: (text, source) of each token. The sign 0 is the embedding, then 1 to 9, a to z and + stand
+    for the later sources. With colour, early sources are blue and late ones red.
     """
-    hues = '27 33 39 45 50 82 154 226 214 208 202 196'.split()  # of the terminal's 256 colours
-    paint = '\033[38;5;{hue}m{sign}\033[0m' if colour else '{sign}'
     lines, room = [], 0
-    for text, d in seen:
-        text = ''.join(c if c.isprintable() else ' ' for c in text) or ' '
-        sign = paint.format(hue=hues[d * (len(hues) - 1) // max(1, most - 1)],
-                            sign='0123456789abcdefghijklmnopqrstuvwxyz+'[min(d, 36)])
-        if len(text) > room:
-            lines, room = lines + ['text  ', 'depth '], width
-        lines[-2], lines[-1], room = lines[-2] + text, lines[-1] + sign + ' ' * (len(text) - 1), room - len(text)
-    return '\n'.join(map(str.rstrip, lines)) + '\n(0: the embedding, n: the n-th sublayer or residual block)'
+    for text, source in seen:
+        text = ''.join(c if c.isprintable() else ' ' for c in text)
+        if columns(text) == 0:
+            text += ' '  # room for the sign
+        sign = SIGNS[min(source, len(SIGNS) - 1)]
+        if colour:
+            hue = HUES[source * (len(HUES) - 1) // max(1, n_sources - 1)]
+            sign = f'\033[38;5;{hue}m{sign}\033[0m'
+        if columns(text) > room:
+            lines += ['text  ', 'depth ']
+            room = width
+        lines[-2] += text
+        lines[-1] += sign + ' ' * (columns(text) - 1)
+        room -= columns(text)
+    lines = [line.rstrip() for line in lines]
+    return '\n'.join([*lines, '(0: the embedding, n: the n-th sublayer or residual block)'])
 
 
 def sample(cfg, write=lambda text: None):
-    """ Streams num_samples texts to write(text) and returns them as a list of strings, prompts included. """
+    """ The texts that Sampler(cfg) makes of cfg.start. """
     return Sampler(cfg)(read_start(cfg.start), write)
+
+
+def show(sampler, text):
+    """ Samples to the terminal, then says how fast that was. """
+    began = time.perf_counter()
+    sampler(text, lambda piece: print(piece, end='', flush=True))
+    speed = sampler.cfg.num_samples * sampler.cfg.max_new_tokens / (time.perf_counter() - began)
+    print(f'{speed:,.0f} tokens/s', file=sys.stderr)
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    cfg = configuration.build(SampleConfig, configuration.parse(SampleConfig, argv, __doc__.split('\n\n')[0]))
-    def write(text):
-        print(text, end='', flush=True)
-
-    def timed(text):
-        began = time.perf_counter()
-        sampler(text, write)
-        speed = cfg.num_samples * cfg.max_new_tokens / (time.perf_counter() - began)
-        print(f'{speed:,.0f} tokens/s', file=sys.stderr)
-
+    values = configuration.parse(SampleConfig, argv, __doc__.split('\n\n')[0])
+    cfg = configuration.build(SampleConfig, values)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors='replace')  # not every terminal can show every character
     try:
-        start, sampler = read_start(cfg.start), Sampler(cfg)
+        start = read_start(cfg.start)
+        sampler = Sampler(cfg)
+        if not cfg.interactive:
+            show(sampler, start)
         while cfg.interactive:
             try:
-                timed(read_start(input('> ')))
+                show(sampler, read_start(input('> ')))
             except EOFError:
                 return
             except ValueError as e:  # ask again
                 print(f'error: {e}', file=sys.stderr)
-        timed(start)
     except ValueError as e:
         configuration.fail(e)
-    except RuntimeError as e:
-        configuration.fail(e, code=1)
     except (KeyboardInterrupt, BrokenPipeError):
         os._exit(130)  # at once, nothing is left to write
-    except OSError as e:
+    except (OSError, RuntimeError) as e:
         configuration.fail(e, code=1)
 
 

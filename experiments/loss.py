@@ -9,7 +9,6 @@ import statistics
 from dataclasses import asdict, dataclass
 
 import config as configuration
-from data.prepare import load
 from experiments import depth, measure, pictures
 from experiments.common import environment, paired, signed, table, write_json
 from experiments.runs import RunsConfig, commits, partition, run_all, settings
@@ -153,12 +152,10 @@ def compare(cfg, argv):
     pictures.loss(data, os.path.join(cfg.out_dir, 'loss.png'))
     print('\nwhat their sublayers read')
     depth.show(folders, depth.DepthConfig(device=cfg.device), cfg.out_dir, data['command'])
-    chars = load(cfg.dataset)[0]['tokenizer'].get('chars', '\n')
     for label, folder in folders.items():
         print(f'\n--- {label}, a sample ---')
         try:
-            print(sample(SampleConfig(out_dir=folder, start='\n' if '\n' in chars else chars[0], max_new_tokens=300,
-                                      device=cfg.device))[0].strip())
+            print(sample(SampleConfig(out_dir=folder, max_new_tokens=300, device=cfg.device))[0].strip())
         except ValueError as e:  # a tokenizer that is not at hand spoils no comparison
             print(f'none: {e}')
     print(f'\nwrote results.json, loss.png, depth.json, depth.png and dynamics.png into {cfg.out_dir}')

@@ -33,7 +33,8 @@ TARGETS = {  # file: (its functions, classes and methods to break, arguments of 
                  ('tests/test_model.py', 'tests/test_pretrained.py')),
     'kernels.py': ('choose refusal depth_attention on_torch _one _start _torch_read _torch_source _TorchRead',
                    ('tests/test_kernels.py',)),
-    'sample.py': ('SampleConfig read_start Sampler show_depths sample main', ('tests/test_sample.py',)),
+    'sample.py': ('SampleConfig read_start default_start load Sampler columns show_depths sample show main',
+                  ('tests/test_sample.py', 'tests/test_pretrained.py')),
     'train.py': ('learning_rate Data.train_batch save read_checkpoint read_run definition Run.write Run.save Run.begin '
                  'Run.loop main', ('tests/test_train.py',)),
 }

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import baselines  # noqa: F401 - registers its rules
+import sample
+from data.tokenizer import CharTokenizer
 from model import GPT, GPTConfig
 from weights import initial_weights, model_config
 
@@ -170,6 +172,50 @@ def test_export_of_another_rule_is_refused(tmp_path, residual):
     with pytest.raises(ValueError, match=f"residual='{residual}': must be standard"):
         model.save_pretrained(tmp_path / 'x')
     assert not (tmp_path / 'x').exists()
+
+
+# -----------------------------------------------------------------------------
+# sampling from GPT-2's weights
+
+
+@pytest.mark.parametrize('residual, blocks', [
+    ('standard', None), ('block', 3), ('block', None), ('full', None)])
+def test_samples_at_once_under_any_rule(pretrained, residual, blocks, monkeypatch, capsys):
+    """ The tokenizer stands in for GPT-2's, whose files may not be here: 97 tokens, one a character. """
+    chars = ''.join(map(chr, range(97)))
+    monkeypatch.setattr(sample, 'GPT2Tokenizer', lambda: CharTokenizer(chars))
+    rule = [f'--residual={residual}'] + ([f'--residual_blocks={blocks}'] if blocks else [])
+    sample.main([f'--init_from={pretrained[0]}', *rule, '--start=A B', '--max_new_tokens=10',
+                 '--temperature=0', '--device=cpu'])
+    model = GPT.from_pretrained(pretrained[0], residual, **({'residual_blocks': blocks} if blocks else {}))
+    ids = model.generate(torch.tensor([[65, 32, 66]]), 10, temperature=0, n_vocab=97)
+    assert capsys.readouterr().out.split(sample.SEPARATOR)[0] == CharTokenizer(chars).decode(ids[0].tolist())
+
+
+def test_samples_with_the_tokenizer_of_gpt2(tmp_path, bpe, capsys):
+    gpt2(vocab_size=50257, n_embd=4, n_layer=1).save_pretrained(tmp_path)
+    sample.main([f'--init_from={tmp_path}', '--start=Hello world', '--max_new_tokens=3', '--device=cpu'])
+    assert capsys.readouterr().out.startswith('Hello world')
+    cfg = sample.SampleConfig(init_from=str(tmp_path), residual='full', device='cpu')
+    sampler = sample.Sampler(cfg)
+    assert sampler.tokenizer.kind == 'gpt2' and sampler.model.config.residual == 'full'
+
+
+def test_another_vocabulary_is_not_sampled(pretrained, capsys):
+    with pytest.raises(SystemExit) as e:
+        sample.main([f'--init_from={pretrained[0]}', '--start=Hello'])
+    assert e.value.code == 2
+    assert 'must have an embedding for each of the 50257 tokens of its tokenizer, it has 97' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('key, said', [
+    ('residual=blok', "residual='blok': must be one of standard, full, block"),
+    ('residual=block --residual_blocks=7', 'residual_blocks=7: must be from 1 to 2 * n_layer = 6'),
+    ('kernel=fast', "kernel='fast': must be one of")])
+def test_what_is_asked_of_the_weights_is_checked(pretrained, key, said, capsys):
+    with pytest.raises(SystemExit) as e:
+        sample.main([f'--init_from={pretrained[0]}', *f'--{key}'.split()])
+    assert e.value.code == 2 and said in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------

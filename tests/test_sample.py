@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sample as S
-from data.prepare import CharTokenizer
+from data.tokenizer import ByteTokenizer, CharTokenizer
 from model import GPT, GPTConfig
 from sample import SampleConfig, Sampler, sample, show_depths
 from train import save
@@ -62,7 +62,7 @@ def test_streaming_equals_generate(tmp_path, residual):
 
 
 def test_seeds(out):
-    texts = [sample(config(out, seed=s)) for s in (1, 1, 2)]
+    texts = [sample(config(out, seed=s)) for s in (1, 1, 2)]  # each call has a sampler of its own
     assert texts[0] == texts[1] != texts[2]
     torch.manual_seed(99)
     assert sample(config(out, seed=1)) == texts[0]
@@ -114,6 +114,21 @@ def test_prompts_from_files(out, tmp_path, capsys):
         assert "start='FILE:" in refused(capsys, 2, f'--out_dir={out}', f'--start=FILE:{tmp_path}/{name}')
 
 
+def test_a_prompt_keeps_its_line_ends_and_its_file_may_lie_at_home(out, tmp_path, monkeypatch):
+    (tmp_path / 'p.txt').write_bytes(b'\xef\xbb\xbfab\r\nc\r')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert S.read_start('FILE:~/p.txt') == 'ab\r\nc\r'
+    assert SampleConfig(out_dir='~/run').out_dir == out
+
+
+@pytest.mark.parametrize('chars, first', [(CHARS, '\n'), ('ABCDEFGHIJKL', 'A')])
+def test_without_a_prompt_a_known_character_is_taken(chars, first, tmp_path, capsys):
+    checkpoint(tmp_path / 'run', chars=chars)
+    S.main([f'--out_dir={tmp_path}/run', '--max_new_tokens=5', '--device=cpu'])
+    assert capsys.readouterr().out.startswith(first)
+    assert S.default_start(ByteTokenizer()) == '\n'
+
+
 @pytest.mark.parametrize(
     'argv, said',
     [
@@ -132,6 +147,10 @@ def test_prompts_from_files(out, tmp_path, capsys):
         (['--device=abacus'], "device='abacus'"),
         (['--kernel=fast'], "kernel='fast'"),
         (['--out_dir=/nowhere'], "out_dir='/nowhere': must hold best.pt; python train.py makes one"),
+        (['--residual=block'], "residual='block': must be left out unless init_from is given"),
+        (['--residual_blocks=2'], 'residual_blocks=2: must be left out unless init_from is given'),
+        (['--init_from=gpt2'], 'must be left out if init_from is given'),
+        (['--init_from=resume'], "init_from='resume': must be the name of a GPT-2"),
     ],
 )
 def test_refusals(argv, said, out, capsys):
@@ -221,6 +240,28 @@ def test_interactive(out, tmp_path, capsys, monkeypatch):
     assert captured.err.count('tokens/s') == 2 and captured.err.count('error: ') == 2 and "'x'" in captured.err
 
 
+def test_interactive_goes_on_drawing(out, capsys, monkeypatch):
+    """ The same prompt is continued in two ways, and the same seed gives the same session. """
+    sessions = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, 'stdin', io.StringIO('abc\nabc\n'))
+        S.main([f'--out_dir={out}', '--interactive', '--max_new_tokens=20'])
+        sessions.append(capsys.readouterr().out)
+    first, second, _ = sessions[0].split('> ')[1:]
+    assert first.startswith('abc') and second.startswith('abc') and first != second
+    assert sessions[0] == sessions[1]
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'cp1252'])
+def test_what_the_terminal_cannot_show_is_replaced(encoding, tmp_path, monkeypatch):
+    checkpoint(tmp_path / 'run', chars='\n床前明月光疑是地上霜é')
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(printed, encoding))
+    S.main([f'--out_dir={tmp_path}/run', '--start=é明', '--max_new_tokens=9'])
+    text = printed.getvalue().decode(encoding)
+    assert text.startswith({'ascii': '??', 'cp1252': 'é?'}[encoding]) and text.count('?') > 3
+
+
 @pytest.mark.parametrize('residual', ['full', 'block'])
 def test_show_depth_is_the_largest_weight_of_the_outputs_read(residual, tmp_path, capsys):
     model = checkpoint(tmp_path / 'run', residual)
@@ -258,6 +299,15 @@ def test_the_depth_line_is_plain_without_a_terminal():
     assert show([0, 20, 40], 41, True).startswith(
         'text  abc\ndepth \033[38;5;27m0\033[0m\033[38;5;82mk\033[0m\033[38;5;196m+\033[0m\n')
     assert painted.count('\033[38;5;') == 4 and len(set(re.findall(r'38;5;(\d+)m', painted))) == 3
+
+
+def test_wide_characters_take_two_columns_and_combining_marks_none():
+    seen = [('床前', 1), ('ｅ', 2), ('e\u0301', 3), ('\u0301', 4), ('x', 5)]
+    text, signs = show_depths(seen, 6, False).split('\n')[:2]
+    assert text == 'text  床前ｅe\u0301\u0301 x' and signs == 'depth 1   2 345'
+    assert S.columns('床前ｅe\u0301\u0301 x') == len('1   2 345') == 9
+    lines = show_depths([('床', 0)] * 3, 2, False, width=5).split('\n')[:4]
+    assert lines == ['text  床床', 'depth 0 0', 'text  床', 'depth 0']
 
 
 def test_each_sign_stands_under_the_start_of_its_token():
