@@ -1,46 +1,31 @@
 """
-Depth attention, fast: what the rules in model.py compute, without copying or normalising a source for every read.
+The sources at full speed: what model.Sources computes, for any rule that drives them.
 
-Read l mixes the sources v_0 .. v_l of one token, and of that token alone (R = L + 1 reads, the last for the output),
-by q_l, the pseudo-query times the key gain (w[l] in model.py):
+Read l mixes the present sources v_i of one token, and of that token alone, by w_l = pseudo-query * key gain:
 
-    z_il = r_i (v_i . q_l),   r_i = rsqrt(mean v_i^2 + eps),   alpha_il = exp(z_il - lse_l),   h_l = sum_i alpha_il v_i
+    z_il = r_i (v_i . w_l),   r_i = 1 / rms(v_i),   alpha_il = exp(z_il - lse_l),   h_l = sum_i alpha_il v_i
 
-Written as it stands (stack, norm, scores, softmax, sum) each read copies and normalises all its sources again, and
-autograd keeps the copies. The arithmetic is trifling; moving rows of D numbers is not, so cost is counted in u, one
-(tokens, D) tensor read or written once. Three ideas save most of it. Nothing is approximated.
+The arithmetic is trifling. What costs is moving rows of D numbers, and plain autograd moves them too often: for every
+source it adds up, in memory, what each of its reads has to say. Here the backward goes by source and not by read. When
+it reaches source i, the gradient dh_l of every later read is known, and one visit finds all there is to know:
 
-1. A source is scored when it is born, or while it passes by for its sum: the queries do not depend on the input. No
-   source is ever normalised in memory.
+    delta_l = dh_l . h_l                                            one number for a token, known when dh_l arrives
+    dz_il   = alpha_il (dh_l . v_i - delta_l)                       back through the softmax
+    dv_i    = sum_l (alpha_il dh_l + dz_il r_i w_l) - v_i r_i^2 / D sum_l dz_il z_il
+    dw_l    = sum_i dz_il r_i v_i
 
-2. The backward goes by source, not by read. Once the gradient has come down to source i, the gradient dh_l of every
-   later read is known, and one visit finds everything there is to know about v_i:
+How does dh_l get to source i? The steps of a forward pass form a chain in autograd's graph, and a *tape* runs through
+it: tensors that are empty in the forward, and whose gradients are what the backward has gathered so far.
 
-       delta_l = dh_l . h_l                                                (one number per token, when dh_l arrives)
-       dz_il   = alpha_il (dh_l . v_i - delta_l)                           (softmax)
-       dv_i    = sum_l (alpha_il dh_l + dz_il r_i q_l) - v_i r_i^2 / D sum_l dz_il z_il
-       dq_l    = sum_i dz_il r_i v_i
-
-   Nothing flows back from a read to each of its sources, so nothing has to be summed there. How dh_l gets to source i:
-   the nodes of autograd's graph hand on a *tape*, tensors without content whose gradients are what the backward has
-   gathered so far. No state outlives a pass.
-
-3. Reads come in chunks. The first of CHUNK reads passes over the older sources once, for all of them (phase 1). Each
-   read then merges what was born since (phase 2): the chunk's own sources (Full) or the sum in progress (Block). One
-   more source merged into a finished softmax is a sigmoid. The backward mirrors it.
-
-Two implementations follow. on_torch runs anywhere: matrix products over whole tensors. on_triton runs on CUDA, with two
-kernels. If you have never seen Triton: a kernel is a function that runs in thousands of copies, each with its own
-program_id, in the forward one for each token, in the backward one for a run of tokens. tl.load fetches a row into
-registers, arithmetic is elementwise, tl.sum adds a row up, tl.store writes it back. `tl.constexpr` is known when the
-kernel is compiled, and so are the length of a tuple and whether an argument is None. No sum depends on an order left to
-chance: the same bits every run.
+PyTorch does the arithmetic on any device, two Triton kernels do it on CUDA. T is the number of tokens (all leading
+dimensions together), D the width, R the number of reads. Where a row or a read is missing its number is -1.
 """
+import functools
 import os
+import warnings
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 try:
     import triton
@@ -49,7 +34,6 @@ except ImportError:
     triton = None
 
 KERNELS = ('auto', 'reference', 'torch', 'triton')
-CHUNK = 5  # reads that go over the older sources together; on Triton in Block mode a multiple of S near it
 
 
 def refusal(h):
@@ -60,11 +44,13 @@ def refusal(h):
         return f'tensors are on {h.device.type}; it needs CUDA (or, slowly, TRITON_INTERPRET=1)'
     if h.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f'tensors are {h.dtype}; it takes float32, bfloat16 and float16'
+    if h.is_cuda and torch.cuda.get_device_capability(h.device) < (7, 5):
+        return 'the GPU is too old; it needs compute capability 7.5'
     return None
 
 
 def choose(kernel, h):
-    """ The path of depth attention for tensors like h: 'reference' (the rules in model.py), 'torch' or 'triton'.
+    """ The path that runs for tensors like h: 'reference' (model.Sources), 'torch' or 'triton'.
 
     auto is triton on CUDA where it can run, else torch. ValueError if what is asked for cannot run here.
     """
@@ -75,516 +61,419 @@ def choose(kernel, h):
     return kernel
 
 
-def depth_attention(h, sublayers, query, S, eps, path):
-    """ The output of Full (S = 1) or Block AttnRes over the L sublayers: the same function as the rules in model.py.
+def sources(kernel, plain, w, eps, h):
+    """ Empty sources that run where tensors like h do; w (R, D): pseudo-query * key gain of every read. """
+    path = choose(kernel, h)
+    if path == 'reference':
+        return plain(w, eps)
+    exact = not torch.is_grad_enabled() and not torch.is_autocast_enabled(h.device.type)
+    if path == 'torch' and exact and h.numel() == h.size(-1):
+        return OneToken(w, eps)
+    return Sources(w, eps, path)
 
-    h (..., D) is the embedding; sublayers are callables (..., D) -> (..., D); query (L + 1, D) is query * key gain.
-    path: 'torch' or 'triton'. Gradients reach h, query and whatever the sublayers use; a second derivative raises.
+
+def for_sources(kernel, plain):
+    """ kernel, or 'reference' where these kernels compute something else than `plain`, a class like model.Sources.
+
+    Whoever edits model.Sources, or gives a rule sources of its own, gets what they wrote.
     """
-    return {'torch': on_torch, 'triton': on_triton}[path](h, sublayers, query, S, eps)
+    if kernel == 'reference' or same_function(plain):
+        return kernel
+    if kernel != 'auto':
+        raise ValueError(f'kernel={kernel!r}: must be auto or reference: {plain.__qualname__} was changed, and the '
+                         'kernels compute what it was')
+    warnings.warn(f'{plain.__qualname__} computes something else than the kernels: kernel=reference runs', stacklevel=2)
+    return 'reference'
+
+
+@functools.cache
+def same_function(plain):
+    """ Whether the sources here compute what those of the class `plain` do: a small example is tried. """
+    numbers = torch.arange(48, dtype=torch.float64, device='cpu').sin().view(8, 2, 3)
+
+    def example(empty_sources):
+        w, *ys = (t.clone().requires_grad_() for t in (numbers[:3].reshape(6, 3), *numbers[2:]))
+        v, reads = empty_sources(w), []
+        for l, y in enumerate(ys):
+            if l in (2, 3):
+                v.add(y)
+            else:
+                v.push(y)
+            reads.append(v.read(l))
+        loss = sum((h * h.detach().cos()).sum() for h in reads)
+        return [*reads, *torch.autograd.grad(loss, [w, *ys])]
+
+    with torch.enable_grad():
+        ours, theirs = example(lambda w: Sources(w, 0.1, 'torch')), example(lambda w: plain(w, 0.1))
+    return all(map(torch.allclose, ours, theirs))
 
 
 # -----------------------------------------------------------------------------
-# PyTorch, any device. What lives from forward to backward: the sources, a number per pair (source, read), one a source.
-# In Block mode the sum in progress after each sublayer is a source too, of a single read; it is finished, and open to
-# all later reads, after every S-th sublayer. So row i of `source` is what the first i sublayers left behind, finished
-# if i is a multiple of S. T tokens (all leading dimensions together), D width, R reads, C = CHUNK.
+# The chain. One step of it writes a row and takes the read that follows; either may be missing.
 
-def on_torch(h, sublayers, query, S, eps):
-    L, D = len(sublayers), h.size(-1)
-    R, T = L + 1, h.numel() // D
-    if T == 1 and not torch.is_grad_enabled() and not torch.is_autocast_enabled(h.device.type):
-        return _one(h, sublayers, query, S, eps)
-    wide = torch.promote_types(h.dtype, torch.float32)  # of scores, weights and sums
-    source = h.new_empty(R, T, D)
-    alpha = h.new_empty(_start(R, R, S), T, dtype=wide)  # scores until read, then weights
-    rstd = h.new_empty(R, T, dtype=wide)
-    far = h.new_empty(T, CHUNK, D, dtype=wide)
-    zero = h.new_zeros((), dtype=wide)
-    tape = (zero.to(h.dtype).expand(R, T, D), zero.expand(CHUNK + 1, R, T), zero.expand(T, CHUNK, D),
-            zero.expand(R, D), zero.expand(T, D))
-    for l in range(R):
-        h, *tape = _TorchRead.apply(h, query, source, alpha, rstd, far, l, S, eps, *tape)
-        if l < L:
-            h = sublayers[l](h)
-    return h
+class Sources:
+    """ The sources of model.Sources. Reads come in ascending order, each once.
 
-
-def _one(h, sublayers, query, S, eps):
-    """ The same for one token, in as few operations as possible: in decoding, launching them is all the cost.
-
-    Row i of `long` is source v_i with sqrt(D eps) behind it, so its norm is sqrt(D) / r_i; query carries that sqrt(D).
-    Every read is of all rows: those without a source yet score minus infinity, which costs less than a view.
+    A row is one state of a source: push writes a row and so does add, because the sum before it is needed in the
+    backward pass. `live` lists the rows that a read sees, the oldest first.
     """
-    L, D, shape, dtype = len(sublayers), h.size(-1), h.shape, h.dtype
-    N, wide = 1 + -(-L // S), torch.promote_types(dtype, torch.float32)
-    long = h.new_full((N, D + 1), (D * eps) ** 0.5, dtype=wide)
-    v, norm, query, y, n = long[:, :D], h.new_ones(N, dtype=wide), (query.to(wide) * D ** 0.5).unbind(), h, -1
-    each_long, each_v, each_norm, v_t = long.unbind(), v.view(N, *shape).unbind(), norm.unbind(), v.t()
-    unborn = h.new_full((N, N), -torch.inf, dtype=wide).triu(1).unbind()
-    for l in range(L + 1):
-        if l == 0 or (l - 1) % S == 0:
-            n += 1
-            into = each_v[n].copy_(y)  # the newest source, or the sum in progress
-        else:
-            into += y
-        torch.linalg.vector_norm(each_long[n], out=each_norm[n])
-        if l > 0:  # read 0 sees the embedding alone: h stays
-            a = torch.addmv(unborn[n], v, query[l]).div_(norm).softmax(0)  # (N,)
-            h = torch.mv(v_t, a).view(shape)
-            h = h if h.dtype == dtype else h.to(dtype)
-        if l < L:
-            y = sublayers[l](h)
-    return h
+    def __init__(self, w, eps, path):
+        self.w, self.eps, self.triton = w, eps, path == 'triton'  # w (R, D)
+        self.live, self.n_rows, self.next_read, self.on_read = [], 0, 0, None
+        self.waiting = None  # the newest row before it is written: (y, the row that y is added to or -1)
+        self.ending = []  # rows that no later read sees
+        self.handles = {}  # of each row: a tensor whose gradient will tell when the row ended
+
+    def __len__(self):
+        return len(self.live)
+
+    def push(self, y):
+        self._new_row(y, -1)
+        self.live.append(self.n_rows - 1)
+
+    def add(self, y):
+        self._new_row(y, self.live[-1])
+        self.ending.append(self.live[-1])
+        self.live[-1] = self.n_rows - 1
+
+    def drop(self, i):
+        self._write()
+        self.ending.append(self.live.pop(i))
+
+    def weights(self, l):
+        self._write()
+        with torch.no_grad(), torch.autocast(self.v.device.type, enabled=False):
+            z = torch.cat([_score(self.v[row], self.w[l:l + 1], self.eps)[0] for row in self.live])
+            return z.softmax(0).view(-1, *self.shape[:-1])
+
+    def read(self, l):
+        if not self.next_read <= l < len(self.w):
+            raise ValueError(f'read({l}): must be from {self.next_read} to {len(self.w) - 1}: the kernels take reads '
+                             'in ascending order, each once; kernel=reference takes any')
+        if self.on_read:
+            self.on_read(l, self.weights(l))
+        h = self._step(l)
+        self.next_read = l + 1
+        return h
+
+    def _new_row(self, y, base):
+        self._write()
+        if self.n_rows == 0:
+            self._allocate(y)
+        elif self.n_rows == len(self.v):  # more rows than a rule usually needs
+            self.v = torch.cat([self.v, torch.empty_like(self.v)])
+            self.z = torch.cat([self.z, torch.empty_like(self.z)])
+        self.waiting = y, base
+        self.n_rows += 1
+
+    def _allocate(self, h):
+        R, D = self.w.shape
+        T = h.numel() // D
+        self.shape = h.shape
+        self.v = h.new_empty(R, T, D)  # the rows
+        self.z = self.w.new_empty(0 if self.triton else R, R, T)  # [row, read]: scores, for PyTorch
+        zero = self.w.new_zeros(())
+        self.tape = (zero.to(h.dtype).expand(R, T, D), zero.expand(2, R, T), zero.expand(R, D),
+                     zero.to(h.dtype).expand(T, D), torch.zeros(()))
+
+    def _write(self):
+        if self.waiting:
+            self._step(-1)
+
+    def _step(self, l):
+        y, base = self.waiting or (None, -1)
+        row = -1 if y is None else self.n_rows - 1
+        ended = [self.handles[r] for r in self.ending]
+        plan = row, base, l, self.next_read, tuple(self.live), len(ended), self.eps, self.triton, self.shape
+        h, self.handles[row], *self.tape = _Step.apply(plan, self.v, self.z, y, self.w, *ended, *self.tape)
+        self.waiting, self.ending = None, []
+        return h
 
 
-# Two steps do all the work: _torch_read for a source that is born, _torch_source for a gradient that has come back.
+class _Step(torch.autograd.Function):
+    """ Writes y (..., D) into a row of v (rows, T, D) and returns h_l (..., D).
 
-def _start(i, R, S):
-    """ Row of alpha where the pairs (i, l) begin, l = i .. R - 1, or only l = i if source i stays unfinished. """
-    finished = -(-i // S)  # how many of the sources before i are
-    return i + finished * (R - 1) - S * finished * (finished - 1) // 2
-
-
-def _torch_read(y: Tensor, query: Tensor, source: Tensor, alpha: Tensor, rstd: Tensor,
-                far: Tensor, l: int, S: int, eps: float) -> Tensor:
-    """ y (T, D) makes source l; the result is h_l (T, D), the input of sublayer l.
-
-    Writes row l of source (R, T, D) and rstd (R, T), the scores of source l and the weights of read l into alpha
-    (pairs, T), and, first of its chunk, what the chunk's reads find in older sources into far (T, C, D).
-    """
-    R, T, D = source.shape
-    if l == 0 or (l - 1) % S == 0:
-        source[l].copy_(y)
-    else:
-        torch.add(source[l - 1], y, out=source[l])
-    v, r = source[l].to(alpha.dtype), rstd[l]
-    torch.linalg.vector_norm(v, dim=-1, out=r).square_().mul_(1 / D).add_(eps).rsqrt_()
-    z = alpha[_start(l, R, S):_start(l + 1, R, S)]
-    torch.mm(query[l:l + len(z)].to(v.dtype), v.t(), out=z).mul_(r)
-    if l == 0:
-        z[0] = 1
-        return source[l].clone()
-
-    def pairs(sources, l):
-        return [_start(i, R, S) + l - i for i in sources]
-
-    first = l - l % CHUNK
-    old, new = [*range(0, first, S)], [i for i in range(first, l) if i % S == 0]
-    if l == first:
-        chunk = range(l, min(l + CHUNK, R))
-        a = torch.stack([alpha[pairs(old, c)].softmax(0) for c in chunk])  # (C, n, T)
-        torch.bmm(a.permute(2, 0, 1).contiguous(), source[:l:S].to(v.dtype).transpose(0, 1), out=far[:, :len(chunk)])
-    rows = pairs([*old, *new, l], l)
-    a = alpha[rows].softmax(0)  # (n, T)
-    alpha[rows] = a
-    h = v * a[-1].unsqueeze(1)
-    for i, a_i in zip(new, a[len(old):-1], strict=True):
-        h.addcmul_(source[i], a_i.unsqueeze(1))
-    if old:
-        h.addcmul_(far[:, l - first], a[:len(old)].sum(0).unsqueeze(1))
-    return h.to(source.dtype)
-
-
-def _torch_source(dh: Tensor, h: Tensor, query: Tensor, source: Tensor, alpha: Tensor,
-                  rstd: Tensor, dots: Tensor, far: Tensor, dq: Tensor, later: Tensor | None, l: int,
-                  S: int) -> Tensor:
-    """ dh (T, D), the gradient of h_l (T, D), completes the gradient of source l: the result (T, D).
-
-    Rows of source (R, T, D) after l hold the dh of later reads already, row l gets this one. Gathered on the way:
-    dots[c, l'] = dh_l' . v_i for source i = first of the chunk + c, dots[C, l'] = delta_l', (C + 1, R, T);
-    far (T, C, D), sum of alpha dh over later chunks; dq (R, D). later: gradient of the sum in progress (T, D) or None.
-    """
-    R, T, D = source.shape
-    row, v, r = source[l], source[l].to(alpha.dtype), rstd[l].unsqueeze(1)
-    a = alpha[_start(l, R, S):_start(l + 1, R, S)]  # (reads, T)
-    c, first, end = l % CHUNK, l - l % CHUNK, l + len(a)
-    near = min(first + CHUNK, end)  # reads l .. near - 1 are of this chunk
-    dh = dh.to(v.dtype)
-    torch.sum(dh * h, -1, out=dots[CHUNK, l])
-    torch.sum(dh * v, -1, out=dots[c, l])
-    d = torch.bmm(v.unsqueeze(1), source[l + 1:near].to(v.dtype).permute(1, 2, 0))  # (T, 1, reads)
-    dots[c, l + 1:near] = d[:, 0].t()
-    dz = (dots[c, l:end] - dots[CHUNK, l:end]).mul_(a).mul_(rstd[l])  # (reads, T), times r
-    dq[l:end].addmm_(dz, v)
-    dv = dz.t() @ query[l:end].to(v.dtype)
-    dv.addcmul_(v, (v * dv).sum(-1, keepdim=True).mul_(r).mul_(r).mul_(-1 / D))
-    row.copy_(dh)
-    for i in range(l, near):
-        dv.addcmul_(source[i], a[i - l].unsqueeze(1))
-    if near < end:
-        dv.add_(far[:, c])
-    if later is not None:
-        dv.add_(later)
-    older = range(-(-(l - CHUNK) // S) * S, l, S)  # finished sources of the chunk before
-    if c == 0 and l > 0 and older:
-        i = older[0]
-        place = slice(i % CHUNK, CHUNK, S)
-        g = source[l:].to(v.dtype)  # (reads, T, D)
-        a = torch.stack([alpha[_start(j, R, S) + l - j:_start(j + 1, R, S)] for j in older])
-        far[:, place] = torch.bmm(a.permute(2, 0, 1).contiguous(), g.transpose(0, 1))
-        d = torch.bmm(source[i:l:S].to(v.dtype).transpose(0, 1), g.permute(1, 2, 0))  # (T, sources, reads)
-        dots[place, l:] = d.permute(1, 2, 0)
-    return dv
-
-
-# Under torch.compile each step is one opaque operation, so the graph grows with L and not with its square.
-_torch_read_op = torch.library.custom_op('attnres::torch_read', _torch_read,
-                                         mutates_args=('source', 'alpha', 'rstd', 'far'))
-_torch_source_op = torch.library.custom_op('attnres::torch_source', _torch_source,
-                                           mutates_args=('source', 'dots', 'far', 'dq'))
-_torch_read_op.register_fake(lambda y, query, source, *_: torch.empty_like(source[0]))
-_torch_source_op.register_fake(lambda dh, h, query, source, alpha, *_: torch.empty_like(dh, dtype=alpha.dtype))
-
-
-class _TorchRead(torch.autograd.Function):
-    """ Source l in, h_l out: node l of a chain. The last node makes the tape's gradients, every node adds to them.
-
-    The tape is expanded zeros, so it has no memory of its own; and nodes run in order even where a sublayer cuts the
-    gradient. In a pass whose graph is not retained, dh_l takes the place of source l.
+    The tape is: dh (R, T, D); lse and delta of every read (2, R, T); dw (R, D) so far; the gradient that the newest row
+    has from the row after it, which is itself + y; how many of the last reads take no part in this backward pass.
+    Numbers that are gradients mean nothing at zero, since autograd may put zeros in place of what is not there.
     """
     @staticmethod
-    def forward(ctx, y, query, source, alpha, rstd, far, l, S, eps, *tape):
-        step = _torch_read_op if torch.compiler.is_compiling() else _torch_read
-        h = step(y.reshape(source[0].shape), query, source, alpha, rstd, far, l, S, eps).view(y.shape)
-        ctx.save_for_backward(h, query)
+    def forward(ctx, plan, v, z, y, w, *handles_and_tape):
+        row, base, l, first, live, n_ended, eps, use_triton, shape = plan
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        flat = None if y is None else y.reshape(v[0].shape)
+        h, lse = run(v, z, flat, w, live, row, base, l, eps, use_triton)
+        ctx.save_for_backward(h, lse, w)
         ctx.set_materialize_grads(False)
-        ctx.kept, ctx.args, ctx.dtype = (source, alpha, rstd), (l, S), y.dtype
-        return h, *(t.new_zeros(()).expand(t.shape) for t in tape)
+        ctx.plan, ctx.v, ctx.y_dtype = plan, v, v.dtype if y is None else y.dtype
+        tape = [t.detach() for t in handles_and_tape[n_ended:]]
+        return None if l < 0 else h.view(shape), torch.zeros(()), *tape
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dh, source, dots, far, dq, later):
-        (h, query), (own, alpha, rstd), (l, S) = ctx.saved_tensors, ctx.kept, ctx.args
-        R, T, D = own.shape
-        again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
-        if l == R - 1:
-            source = own.clone() if again else own  # a graph that is retained keeps its sources
-            dots, far = alpha.new_zeros(CHUNK + 1, R, T), alpha.new_zeros(T, CHUNK, D)
-            dq = torch.zeros_like(query, dtype=alpha.dtype)
-        if not again:
-            ctx.kept = None
-        dh = torch.zeros_like(own[l]) if dh is None else dh.reshape(T, D)
-        step = _torch_source_op if torch.compiler.is_compiling() else _torch_source
-        with torch.autocast(own.device.type, enabled=False):
-            dv = step(dh, h.view(T, D), query, source, alpha, rstd, dots, far, dq, later, l, S)
-        return (dv.view(h.shape).to(ctx.dtype), dq.to(query.dtype) if l == 0 else None, *[None] * 7,
-                source, dots, far, dq, dv if l > 0 and (l - 1) % S else None)
+    def backward(ctx, dh_l, missed, dh, stats, dw, carry, skipped):
+        (h, lse, w), v = ctx.saved_tensors, ctx.v
+        row, base, l, first, live, n_ended, eps, use_triton, shape = ctx.plan
+        R, T, D = len(w), *v[0].shape
+        if not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()):
+            ctx.v = None
+        if dh is None:  # this backward pass begins here
+            dh, stats, dw = v.new_empty(R, T, D), w.new_empty(2, R, T), torch.zeros_like(w)
+            skipped = torch.tensor(float(R - max(first, l + 1)))
+        if l >= 0:
+            dh_l = torch.zeros_like(h) if dh_l is None else dh_l.reshape(T, D)
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        with torch.autocast(v.device.type, enabled=False):
+            dv = run(v, dh_l, h, lse, w, carry, missed, skipped, dh, stats, dw, row, l, first, eps, use_triton)
+        dy = None
+        if row >= 0:
+            dy = dv.view(shape).to(ctx.y_dtype)
+            carry = None if base < 0 else dv
+        ended = torch.tensor(float(R - first))  # so many reads came after the rows that ended here
+        return None, None, None, dy, dw if row == 0 else None, *[ended] * n_ended, dh, stats, dw, carry, skipped
+
+
+def _forward(v: Tensor, z: Tensor, y: Tensor | None, w: Tensor, live: list[int], row: int, base: int, l: int,
+             eps: float, use_triton: bool) -> tuple[Tensor, Tensor]:
+    """ Writes y, plus row `base`, into `row` of v. Returns h_l (T, D) and its lse (T,). """
+    if use_triton and row >= 0 and l >= 0:
+        return _triton_read(v, y, w, live, row, base, l, eps)
+    if row >= 0:
+        if base < 0:
+            v[row].copy_(y)
+        else:
+            torch.add(v[base], y, out=v[row])
+        if not use_triton:  # the queries do not depend on the input: one product scores a row for all reads
+            z[row] = _score(v[row], w, eps)[0]
+    if l < 0:
+        return v.new_empty(0), w.new_empty(0)
+    scores = torch.cat([_score(v[i], w[l:l + 1], eps)[0] for i in live]) if use_triton else z[live, l]
+    return _torch_read(v, scores, live)
+
+
+def _backward(v: Tensor, dh_l: Tensor | None, h: Tensor, lse: Tensor, w: Tensor, carry: Tensor | None,
+              missed: Tensor | None, skipped: Tensor, dh: Tensor, stats: Tensor, dw: Tensor, row: int, l: int,
+              first: int, eps: float, use_triton: bool) -> Tensor:
+    """ Puts dh_l on the tape. Returns the gradient of the row (T, D) from the reads that saw it, and adds to dw. """
+    last = len(w) - max(int(skipped), 0 if missed is None else int(missed))
+    if use_triton and row >= 0 and l >= 0:
+        return _triton_visit(v[row], dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps)
+    if l >= 0:
+        dh[l].copy_(dh_l)
+        stats[0, l].copy_(lse)
+        torch.sum(dh_l * h, -1, dtype=w.dtype, out=stats[1, l])
+    if row < 0:
+        return h.new_empty(0)
+    reads = slice(first, last)
+    return _torch_visit(v[row], w[reads], carry, dh[reads], *stats[:, reads], dw[reads], eps)
+
+
+# Under torch.compile each of the two is one opaque operation, so the graph grows with L and not with its square.
+_forward_op = torch.library.custom_op('attnres::forward', _forward, mutates_args=('v', 'z'))
+_backward_op = torch.library.custom_op('attnres::backward', _backward, mutates_args=('dh', 'stats', 'dw'))
+_forward_op.register_fake(lambda v, z, y, w, *_: (torch.empty_like(v[0]), w.new_empty(v.size(1))))
+_backward_op.register_fake(lambda v, *_: torch.empty_like(v[0]))
 
 
 # -----------------------------------------------------------------------------
-# Triton, CUDA. `_read_kernel` passes over the sources once and keeps, per query, a running weighted sum; several
-# queries may look on, and a mean found earlier joins like a source whose score is its lse. The sum in progress and the
-# LayerNorm that follows are done in passing. `_source_kernel`: gradients of a few sources in one pass over all dh.
+# The arithmetic in PyTorch.
 
-GROUP = 4           # backward: sources that share a pass over the gradients of later reads
-PROGRAMS = 512      # backward: programs in a launch; each adds up the gradients of query, weight, bias over its rows
-traffic = None      # set to a list, it collects (what, bytes read and written) of every launch
+def _score(v, w, eps):
+    """ z (M, T) = w . RMSNorm(v) of M reads, and 1 / rms(v) (T,), from v (T, D) and w (M, D). """
+    v = v.to(w.dtype)
+    rstd = torch.linalg.vector_norm(v, dim=-1).square_().mul_(1 / v.size(-1)).add_(eps).rsqrt_()
+    return torch.mm(w, v.t()).mul_(rstd), rstd
 
+
+def _torch_read(v, scores, live):
+    """ h (T, D), the mean of the n rows `live` weighted by the softmax of scores (n, T), and its lse (T,). """
+    lse = scores.logsumexp(0)
+    alpha = (scores - lse).exp_().unsqueeze(-1)
+    h = v[live[0]] * alpha[0]
+    for a, i in zip(alpha[1:], live[1:], strict=True):
+        h.addcmul_(v[i], a)
+    return h.to(v.dtype), lse
+
+
+def _torch_visit(v, w, carry, dh, lse, delta, dw, eps):
+    """ The gradient of a row v (T, D) that M reads saw: w, dw (M, D), dh (M, T, D), lse, delta (M, T). Adds to dw. """
+    dtype, v = v.dtype, v.to(w.dtype)
+    z, rstd = _score(v, w, eps)
+    alpha = z.sub_(lse).exp_()
+    dz_r = torch.empty_like(alpha)
+    for i, g in enumerate(dh):
+        torch.sum(g * v, -1, out=dz_r[i])
+    dz_r.sub_(delta).mul_(alpha).mul_(rstd)
+    dw.addmm_(dz_r, v)
+    dv = dz_r.t() @ w
+    dv.addcmul_(v, (v * dv).sum(-1).mul_(rstd).mul_(rstd).mul_(-1 / v.size(-1)).unsqueeze(1))
+    for a, g in zip(alpha, dh, strict=True):
+        dv.addcmul_(g, a.unsqueeze(1))
+    return (dv if carry is None else dv.add_(carry)).to(dtype)
+
+
+class OneToken:
+    """ The sources of one token without gradient, as in decoding, where the number of operations is what costs.
+
+    Row i of `long` is v_i and behind it sqrt(D eps), so its length is sqrt(D) / r_i; w carries that sqrt(D). A read goes
+    over all rows, since a view of some would be one more operation: rows without a source score minus infinity.
+    """
+    def __init__(self, w, eps):
+        R, D = w.shape
+        self.w, self.n, self.on_read = (w * D ** 0.5).unbind(), 0, None
+        self._keep(w.new_full((R, D + 1), (D * eps) ** 0.5))
+
+    def _keep(self, long):
+        v, length, n = long[:, :-1], torch.linalg.vector_norm(long, dim=1), len(long)
+        self.long, self.v, self.v_t, self.length = long, v, v.t(), length
+        self.rows = [*zip(v.unbind(), long.unbind(), length.unbind(), strict=True)]
+        self.missing = long.new_full((n, n), -torch.inf).triu(1).unbind()
+
+    def __len__(self):
+        return self.n
+
+    def push(self, y):
+        if self.n == len(self.rows):  # more sources than a rule usually has
+            self._keep(self.long.repeat(2, 1))
+        self.shape, self.dtype, self.n = y.shape, y.dtype, self.n + 1
+        v, long, length = self.rows[self.n - 1]
+        v.copy_(y.view(-1))
+        torch.linalg.vector_norm(long, out=length)
+
+    def add(self, y):
+        v, long, length = self.rows[self.n - 1]
+        v += y.view(-1)
+        torch.linalg.vector_norm(long, out=length)
+
+    def drop(self, i):
+        self.n -= 1
+        self._keep(torch.cat([self.long[:i], self.long[i + 1:], self.long[i:i + 1]]))
+
+    def _alpha(self, l):
+        return torch.addmv(self.missing[self.n - 1], self.v, self.w[l]).div_(self.length).softmax(0)
+
+    def weights(self, l):
+        return self._alpha(l)[:self.n].view(-1, *(1 for _ in self.shape[:-1]))
+
+    def read(self, l):
+        if self.on_read:
+            self.on_read(l, self.weights(l))
+        h = torch.mv(self.v_t, self._alpha(l)).view(self.shape)
+        return h if h.dtype == self.dtype else h.to(self.dtype)
+
+
+# -----------------------------------------------------------------------------
+# The arithmetic in Triton, on CUDA. If you have never seen Triton: a kernel is a function that runs once for each
+# token, each time as a program of its own. tl.load fetches a row into registers, arithmetic is elementwise, tl.sum adds
+# a row up and tl.store writes it back. A `tl.constexpr` is known when the kernel is compiled, and so is whether an
+# argument is None. Sums are float32, and none depends on an order left to chance: the same bits every run.
+
+traffic = None  # set to a list, it collects (kernel, bytes read and written) of every launch
 
 if triton is not None:
     @triton.jit
-    def _pick(t, i):
-        """ t[i] for an i known only at run time, where a tuple takes constants only; a few selects, so for short t """
-        p = t[0]
-        for k in tl.static_range(1, len(t)):
-            p = tl.where(i == k, t[k], p)
-        return p
-
-    @triton.jit
-    def _put(t, k: tl.constexpr, x):
-        """ a copy of t with t[k] = x """
-        return t[:k] + (x,) + t[k + 1:]
-
-    @triton.jit
-    def _row(p, where, mask):
-        """ a row in float32, zero beyond D """
+    def _load(p, where, mask):
+        """ A row in float32, zero beyond D. """
         return tl.load(p + where, mask=mask, other=0.).to(tl.float32)
 
-    @triton.jit
-    def _normed(x, mask, eps, D: tl.constexpr):
-        """ (x - mean) / std and 1 / std """
-        x = tl.where(mask, x - tl.sum(x, 0) / D, 0.)
-        rstd = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-        return x * rstd, rstd
-
-    @triton.jit(do_not_specialize=["T", "n"], do_not_specialize_on_alignment=["mean_lse", "lse"])
-    def _read_kernel(v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, T, n, eps, norm_eps,
-                     Q: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-        """ h[k] = mean of n sources, and of mean[k], by query k < Q;  total = v[n-1] + new;  y = LayerNorm(h[0]) """
-        r, T, d = tl.program_id(0).to(tl.int64), tl.cast(T, tl.int64), tl.arange(0, TILE_D)
-        mask, row = d < D, r * D + d                                # 64 bits: T * D may exceed 2^31
-        m, s, a = (), (), ()                # per query: the score taken as zero, sum of exp(z - m), and of exp(z - m) v
-        for k in tl.static_range(Q):
-            m += (float("-inf") if mean is None else tl.load(mean_lse + k * T + r),)
-            s += (0. if mean is None else 1.,)
-            a += (tl.zeros([TILE_D], tl.float32) if mean is None else _row(mean[k], row, mask),)
-        for b in tl.static_range(0, len(v), 8):
-            for i in range(b, tl.minimum(b + 8, n)):
-                x = _row(_pick(v[b:b + 8], i - b), row, mask)
-                if new is not None:                                 # the last source grows, rounded as it is stored
-                    last = d < tl.where(i == n - 1, D, 0)
-                    x = (x + _row(new, row, last)).to(total.dtype.element_ty)
-                    tl.store(total + row, x, mask=last)
-                    x = x.to(tl.float32)
-                rms = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-                for k in tl.static_range(Q):
-                    z = tl.sum(_row(q, k * D + d, mask) * x, 0) * rms
-                    if z - m[k] > 20.:                              # float32 reaches e^88: no need for every maximum
-                        fade = tl.exp(m[k] - z)
-                        m, s, a = _put(m, k, z), _put(s, k, s[k] * fade), _put(a, k, a[k] * fade)
-                    w = tl.exp(z - m[k])
-                    s, a = _put(s, k, s[k] + w), _put(a, k, a[k] + w * x)
-        for k in tl.static_range(Q):
-            tl.store(lse + k * T + r, m[k] + tl.log(s[k]))
-            tl.store(h[k] + row, (a[k] / s[k]).to(h[k].dtype.element_ty), mask=mask)
-        if y is not None:
-            x = (a[0] / s[0]).to(y.dtype.element_ty).to(tl.float32)  # the norm sees h as it is stored
-            x = _normed(x, mask, norm_eps, D)[0] * _row(weight, d, mask)
-            if bias is not None:
-                x += _row(bias, d, mask)
-            tl.store(y + row, x.to(y.dtype.element_ty), mask=mask)
+    @triton.jit(do_not_specialize=['T', 'row', 'base', 'n', 'l'])
+    def _read_kernel(v, y, others, w, h, lse, T, row, base, n, l, eps, D: tl.constexpr, TILE: tl.constexpr):
+        """ v[row] = y, plus v[base] if that is not -1. h = the softmax-weighted mean of it and of n other rows. """
+        token, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+        mask, here, T = d < D, token * D + d, tl.cast(T, tl.int64)
+        q = _load(w + l * D, d, mask)
+        x = _load(y, here, mask)
+        if base >= 0:
+            x += _load(v + base * T * D, here, mask)
+        stored = x.to(v.dtype.element_ty)
+        tl.store(v + row * T * D + here, stored, mask=mask)
+        a = stored.to(tl.float32)  # sum of exp(z - m) v, where m is the largest score so far
+        m = tl.sum(q * a, 0) * tl.rsqrt(tl.sum(a * a, 0) / D + eps)
+        s = 1.  # sum of exp(z - m)
+        for i in range(n):
+            x = _load(v + tl.load(others + i).to(tl.int64) * T * D, here, mask)
+            z = tl.sum(q * x, 0) * tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+            top = tl.maximum(m, z)
+            fade, weight = tl.exp(m - top), tl.exp(z - top)
+            m, s, a = top, s * fade + weight, a * fade + weight * x
+        tl.store(lse + token, m + tl.log(s))
+        tl.store(h + here, (a / s).to(h.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _pairs(x, rms, g, t, q, dh, lse, delta, N: tl.constexpr):
-        """ what one read says of N sources: dv and sum_l dz z so far, with its share; dz r """
-        c = ()
-        for i in tl.static_range(N):
-            z = tl.sum(q * x[i], 0) * rms[i]
-            alpha = tl.exp(z - lse)
-            dz = alpha * (tl.sum(dh * x[i], 0) - delta)
-            c += (dz * rms[i],)
-            g, t = _put(g, i, g[i] + alpha * dh + c[i] * q), _put(t, i, t[i] + dz * z)
-        return g, t, c
+    def _contribution(x, r, q, dh, lse, delta):
+        """ What one read says of a source x: its share of dv, of sum dz z, and dz r. """
+        z = tl.sum(q * x, 0) * r
+        alpha = tl.exp(z - lse)
+        dz = alpha * (tl.sum(dh * x, 0) - delta)
+        return alpha * dh + dz * r * q, dz * z, dz * r
 
-    @triton.jit(do_not_specialize=["T", "M", "ROWS"],
-                do_not_specialize_on_alignment=["stats", "coef", "lse", "own_stats"])
-    def _source_kernel(v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats, sums, T, M, ROWS, eps,
-                       norm_eps, N: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+    @triton.jit(do_not_specialize=['T', 'R', 'l', 'last'])
+    def _visit_kernel(v, w, dh_l, h, lse, carry, dh, stats, coef, dv, T, R, l, last, eps,
+                      D: tl.constexpr, TILE: tl.constexpr):
+        """ dv = the gradient of the row v from reads l .. last - 1. coef [read, T] = dz r, of which dw is made.
+
+        Read l is the row's own. Its gradient dh_l, lse and delta go on the tape, where those of the others are:
+        dh [R, T, D] and stats [lse or delta, R, T].
         """
-        dv[i] = found[i] + what M reads say of source i < N.   stats [M, 2, T]: lse, delta.   coef [N, M, T]: dz r.
-        With dy, the event's own read comes first: own_dh from dy, then sums[program] = its dq, and dweight and dbias.
-        Without lse that read had one source and returned it.
-        """
-        pid, T, d = tl.program_id(0).to(tl.int64), tl.cast(T, tl.int64), tl.arange(0, TILE_D)
-        mask, zero = d < D, tl.zeros([TILE_D], tl.float32)
-        one: tl.constexpr = 1 if dy is not None else 0              # rows of q before the later reads'
-        dq, dw, db = zero, zero, zero
-        for r in range(pid * ROWS, tl.minimum(pid * ROWS + ROWS, T)):
-            row = r * D + d
-            if dy is not None:                                      # dh of the event's own read
-                dl, hl = _row(dy, row, mask), _row(h, row, mask)
-                if weight is not None:                              # back through y = LayerNorm(h)
-                    hat, rstd = _normed(hl, mask, norm_eps, D)
-                    dw += dl * hat
-                    db += dl
-                    dl *= _row(weight, d, mask)
-                    dl = tl.where(mask, rstd * (dl - tl.sum(dl, 0) / D - hat * (tl.sum(dl * hat, 0) / D)), 0.)
-                    tl.store(own_dh + row, dl.to(own_dh.dtype.element_ty), mask=mask)
-                    dl = dl.to(own_dh.dtype.element_ty).to(tl.float32)
-                delta = tl.sum(dl * hl, 0)
-            x, rms, g, t = (), (), (), ()                           # per source: v, r, dv and sum of dz z so far
-            for i in tl.static_range(N):
-                x += (_row(v[i], row, mask),)
-                rms += (tl.rsqrt(tl.sum(x[i] * x[i], 0) / D + eps),)
-                g += (zero if found is None else _row(found[i], row, mask),)
-                t += (0.,)
-            if lse is not None:
-                own_lse = tl.load(lse + r)
-                tl.store(own_stats + r, own_lse)
-                tl.store(own_stats + T + r, delta)
-                g, t, c = _pairs(x, rms, g, t, _row(q, d, mask), dl, own_lse, delta, N)
-                for i in tl.static_range(N):
-                    dq += c[i] * x[i]
-            elif dy is not None:
-                g = _put(g, 0, g[0] + dl)
-            if dh is not None:
-                for b in tl.static_range(0, len(dh), 8):
-                    for l in range(b, tl.minimum(b + 8, M)):
-                        ql, dl = _row(q, (l + one) * D + d, mask), _row(_pick(dh[b:b + 8], l - b), row, mask)
-                        stat = stats + 2 * l * T + r
-                        g, t, c = _pairs(x, rms, g, t, ql, dl, tl.load(stat), tl.load(stat + T), N)
-                        for i in tl.static_range(N):
-                            tl.store(coef + (i * M + l) * T + r, c[i])
-            for i in tl.static_range(N):
-                gi = g[i] - t[i] * rms[i] * rms[i] / D * x[i]
-                tl.store(dv[i] + row, gi.to(dv[i].dtype.element_ty), mask=mask)
-        if dy is not None:
-            tl.store(sums + pid * 3 * D + d, dq, mask=mask)
-            tl.store(sums + (pid * 3 + 1) * D + d, dw, mask=mask)
-            tl.store(sums + (pid * 3 + 2) * D + d, db, mask=mask)
+        token, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+        mask, here, T = d < D, token * D + d, tl.cast(T, tl.int64)
+        x, g = _load(v, here, mask), _load(dh_l, here, mask)
+        r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+        own_lse, delta = tl.load(lse + token), tl.sum(g * _load(h, here, mask), 0)
+        tl.store(dh + l * T * D + here, g.to(dh.dtype.element_ty), mask=mask)
+        tl.store(stats + l * T + token, own_lse)
+        tl.store(stats + (R + l) * T + token, delta)
+        g, t, c = _contribution(x, r, _load(w + l * D, d, mask), g, own_lse, delta)  # t: sum of dz z
+        tl.store(coef + token, c)
+        for i in range(l + 1, last):
+            g_i, t_i, c = _contribution(x, r, _load(w + i * D, d, mask), _load(dh + i * T * D, here, mask),
+                                        tl.load(stats + i * T + token), tl.load(stats + (R + i) * T + token))
+            g, t = g + g_i, t + t_i
+            tl.store(coef + (i - l) * T + token, c)
+        g -= t * r * r / D * x
+        if carry is not None:
+            g += _load(carry, here, mask)
+        tl.store(dv + here, g.to(dv.dtype.element_ty), mask=mask)
 
 
-def _geometry(x):
-    """ T tokens, tokens per program of the backward, what is compiled in; up to 1024 columns a warp: no barriers """
-    T, D, tile = x.numel() // x.shape[-1], x.shape[-1], triton.next_power_of_2(x.shape[-1])
-    return T, max(8, -(-T // PROGRAMS)), dict(D=D, TILE_D=tile, num_warps=max(1, tile // 1024))
+@functools.lru_cache(maxsize=4096)
+def _table(rows, device):
+    """ The numbers of some rows, on the device. A rule asks for the same ones in every step. """
+    return torch.tensor(rows or (0,), dtype=torch.int32, device=device)
 
 
-def _launch(kernel, programs, *args, **compiled):
-    """ None for what is empty; a tuple for a list, of length 1, 2, 4 or 8 n: few variants to compile """
-    def given(a):
-        if isinstance(a, list) and a:
-            return (*a, *a[-1:] * (-len(a) % min(8, triton.next_power_of_2(len(a)))))
-        return None if isinstance(a, list) or torch.is_tensor(a) and not a.numel() else a
-    if not isinstance(args[0][0], FakeTensor):                      # torch.compile asks for shapes only
-        with torch.cuda.device_of(args[0][0]):                      # Triton launches on the current device
-            kernel[(programs,)](*map(given, args), **compiled)
-
-
-def _op(function):
-    """ a custom op, for torch.compile an opaque node whose outputs have the shapes that function itself allocates """
-    op = torch.library.custom_op("attnres::" + function.__name__, function, mutates_args=())
-    op.register_fake(function)
-    return op
-
-
-@_op
-def read(v: list[Tensor], new: Tensor | None, q: Tensor, mean: list[Tensor], mean_lse: Tensor | None,
-         weight: Tensor | None, bias: Tensor | None, eps: float, norm_eps: float) -> list[Tensor]:
-    """ lse [Q, T], v[-1] + new, LayerNorm(h of the first query), h per query; empty what there is no input for """
-    (T, _, compiled), x, Q = _geometry(v[0]), v[0], len(q)
-    h, lse = [torch.empty_like(x) for _ in range(Q)], x.new_empty(Q, T, dtype=torch.float32)
-    total, y = (x.new_empty(0 if t is None else x.shape) for t in (new, weight))
-    _launch(_read_kernel, T, v, new, q, mean, mean_lse, weight, bias, total, h, lse, y, T, len(v), eps, norm_eps,
-            Q=Q, **compiled)
-    return [lse, total, y, *h]
-
-
-@_op
-def source(v: list[Tensor], found: list[Tensor], q: Tensor, dh: list[Tensor], stats: Tensor | None, dy: Tensor | None,
-           h: Tensor | None, lse: Tensor | None, weight: Tensor | None, eps: float, norm_eps: float) -> list[Tensor]:
-    """ coef, sums, then stats and dh of the event's own read, dv per source; empty what there is no input for """
-    (T, rows, compiled), x, N, M = _geometry(v[0]), v[0], len(v), len(dh)
-    programs = -(-T // rows)
-    coef, sums, own_stats = (x.new_empty(shape, dtype=torch.float32) for shape in (
-        (N, M, T), (programs * (dy is not None), 3, x.shape[-1]), (1 * (lse is not None), 2, T)))
-    own_dh, dv = x.new_empty(0 if weight is None else x.shape), [torch.empty_like(x) for _ in v]
-    _launch(_source_kernel, programs, v, found, dv, q, dh, stats, coef, dy, h, lse, weight, own_dh, own_stats,
-            sums, T, M, rows, eps, norm_eps, N=N, **compiled)
-    return [coef, sums, own_stats, own_dh, *dv]
-
-
-@_op
-def query_grad(coef: Tensor, v: list[Tensor]) -> Tensor:
-    """ dq [M, D] = sum_i coef[i] [M, T] @ v_i [T, D], accumulated in float32 """
-    dq = coef.new_zeros(coef.shape[1], v[0].shape[-1])
-    for c, x in zip(coef, v, strict=True):
-        x = x.view(-1, x.shape[-1])
-        if x.is_cuda and x.dtype != torch.float32:                  # scaled, lest a coefficient underflow in half
-            scale = c.abs().amax(1, keepdim=True).clamp_min(1e-30)
-            dq += torch.mm((c / scale).to(x.dtype), x, out_dtype=torch.float32) * scale
-        else:
-            dq += c @ x.float()
-    return dq
-
-
-def _counted(op, *args):
-    out = op(*args)
+def _launch(kernel, moved, x, *args):
+    """ One program for each token of x (T, D); `moved` counts the rows of D that it reads and writes. """
+    tile = triton.next_power_of_2(x.size(-1))
+    warps = max(1, tile // 1024)  # up to 1024 columns a warp: sums within a warp need no barrier
+    try:
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            kernel[(len(x),)](*args, D=x.size(-1), TILE=tile, num_warps=warps)
+    except Exception as e:  # of Triton's compiler, its driver or the GPU
+        fault = f'{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ""}'
+        raise RuntimeError(f'kernel=triton failed on {x.device} ({fault}); kernel=torch does without it') from e
     if traffic is not None:
-        flat = [t for a in (*args, out) for t in (a if isinstance(a, (list, tuple)) else [a]) if torch.is_tensor(t)]
-        traffic.append((getattr(op, "_name", "sum"), sum(t.nbytes for t in {id(t): t for t in flat}.values())))
-    return out
+        traffic.append((kernel.__name__, moved * x.nbytes))
 
 
-def _read(v, new, q, mean, mean_lse, weight, bias, *eps):
-    """ lse, last source with new in it, y, *h: read in as many launches as q needs """
-    if len(q) > CHUNK:
-        lse, last, y, *h = _read(v, new, q[:CHUNK], mean, mean_lse, weight, bias, *eps)
-        more_lse, _, _, *more = _read([*v[:-1], last], None, q[CHUNK:], mean, mean_lse, None, None, *eps)
-        return torch.cat([lse, more_lse]), last, y, *h, *more
-    lse, last, y, *h = _counted(read, v, new, q, mean, mean_lse, weight, bias, *eps)
-    return lse, v[-1] if new is None else last, y, *h
+def _triton_read(v, y, w, live, row, base, l, eps):
+    """ See _forward. """
+    h, lse = torch.empty_like(v[0]), w.new_empty(v.size(1))
+    others = tuple(i for i in live if i != row)
+    moved = len(others) + 3 + (base >= 0)
+    _launch(_read_kernel, moved, h, v, y.contiguous(), _table(others, v.device), w, h, lse, len(h), row, base,
+            len(others), l, eps)
+    return h, lse
 
 
-class _Event(torch.autograd.Function):
-    """
-    The birth of a source and read l after it, as autograd sees them; forward only hands on what is computed already.
-
-    Backward needs dh of every later read, and autograd itself carries them. Beside its result an event returns a tape
-    for each later read, tensors without content that go to the next event. Their *gradients* are those dh: an event
-    receives them, puts its own in front and returns the list to the event before. It returns its source, too: whoever
-    takes that later returns what it found of its gradient. No state outlives the graph.
-    """
-    @staticmethod
-    def forward(ctx, plan, out, h, lse, own, query, weight, bias, y, *tensors):
-        l, later, pending, carry, n, *_ = ctx.plan = plan           # tensors: n sources, then the tapes: stats, dh
-        ctx.save_for_backward(h, lse, query, weight, bias, own, *tensors[carry:n])
-        ctx.set_materialize_grads(False)
-        tapes = tensors[n + 2:] if l else [h.new_empty(()).expand(h.shape) for _ in range(later)]
-        return out, own, query.new_empty(()).expand(later, 2, h.numel() // h.shape[-1]), *tapes
-
-    @staticmethod
-    def backward(ctx, dy, found, stats, *dh):
-        l, later, pending, carry, n, *eps = ctx.plan
-        h, lse, query, weight, bias, *v = ctx.saved_tensors
-        dy = torch.zeros_like(h) if dy is None else dy.contiguous()
-        dv = [] if found is None else [found.contiguous(), *map(torch.zeros_like, v[1:])]
-        part = query[l:], [t for t in dh[:pending] if t is not None], stats
-        coef, sums, own_stats, own_dh, *dv = _counted(source, v, dv, *part, dy, h, lse, weight, *eps)
-        sums = _counted(torch.sum, sums, 0)                         # over programs: dq of the own read, dweight, dbias
-        dq = torch.cat([sums[:1], _counted(query_grad, coef, v)]) if coef.numel() else sums[:1]
-        dq = torch.nn.functional.pad(dq, (0, 0, l, later + 1 - len(dq)))
-        dweight, dbias = (None if t is None else sums[i].to(t.dtype) for i, t in ((1, weight), (2, bias)))
-        grads = None, None, None, None, None, dq, dweight, dbias, dv[0]
-        if l == 0:
-            return grads
-        stats = query.new_zeros(later, *own_stats.shape[1:]) if stats is None else stats
-        return *grads, *dv[:carry], *dv[1:], torch.cat([own_stats, stats]), dy if weight is None else own_dh, *dh
-
-
-def _group(k, slots):
-    """ which older sources event slots[k] serves besides its own; how many later reads its own has yet to see """
-    last, none = k // GROUP * GROUP + GROUP - 1, slice(0, 0)
-    if last >= len(slots) or slots[-1] - slots[last] < 3:           # too few reads to share
-        return none, slots[-1] - slots[k]
-    return (slice(last + 1 - GROUP, k), slots[-1] - slots[k]) if k == last else (none, slots[last] - 1 - slots[k])
-
-
-def on_triton(h, sublayers, query, S, eps):
-    """ See depth_attention. Where a sublayer has .norm (a LayerNorm) and .body, the norm is computed with the read. """
-    L = len(sublayers)
-    if (why := refusal(h)) or not 0 < h.shape[-1] <= 2**14 or not h.numel():
-        raise ValueError(f"kernel='triton': cannot take h {tuple(h.shape)}: " + (why or 'must be (..., D), D to 16384'))
-    if query.shape != (L + 1, h.shape[-1]) or query.device != h.device or not 1 <= S <= max(L, 1):
-        raise ValueError(f'query {tuple(query.shape)} on {query.device}, S={S}: must be {(L + 1, h.shape[-1])} on '
-                         f'{h.device}, and S from 1 (Full) to {L}')
-    query, grad = query.float().contiguous(), torch.is_grad_enabled()
-    slots = [min(k * S, L) for k in range(-(-L // S) + 1)]          # the read at which each source is finished
-    y, v, tapes, means, lses, shared, end = h, (), (), (), None, 0, 0
-    for l in range(L + 1):
-        norm = getattr(sublayers[l], "norm", None) if l < L else None
-        weight, bias, norm_eps = (None, None, 0.) if norm is None else (norm.weight, norm.bias, norm.eps)
-        with torch.no_grad():
-            data, new, carry = [t.detach() for t in v], y.detach().contiguous(), l > 0 and (l - 1) % S != 0
-            if not carry:                                           # y is a new source, else it joins the last one
-                data, new = [*data, new], None
-            first, queries, mean, mean_lse, h, lse = 0, 1, [], None, data[0].detach(), None
-            if l == end:                                            # a chunk of reads begins: phase 1, if that saves u
-                start, c = l, min(max(S, CHUNK // S * S), L + 1 - l)
-                end, shared = l + c, len(data) if len(data) * (c - 1) > 2 * c - 1 else 0
-                queries = c if shared else 1
-            elif shared:                                            # phase 2
-                first, mean, mean_lse = shared, means[l - start:l - start + 1], lses[l - start:l - start + 1]
-            if l > 0 or weight is not None:
-                found = _read(data[first:], new, query[l:l + queries], mean, mean_lse, weight, bias, eps, norm_eps)
-                new_lse, data[-1], y_norm, *hs = found
-                if queries > 1:
-                    means, lses = hs, new_lse
-            if l > 0:                                               # read 0 has one source and returns it
-                h, lse = hs[0], new_lse[:1]
-            out = h.view_as(h) if weight is None else y_norm
-        if grad:
-            others, pending = v[-1:] if carry else (), 0
-            if l in slots:
-                older, pending = _group(slots.index(l), slots)
-                others += v[older]
-            plan = l, L - l, pending, carry, len(others), eps, norm_eps
-            out, data[-1], *tapes = _Event.apply(plan, out, h, lse, data[-1], query, weight, bias, y, *others, *tapes)
-        v = (*v[:len(data) - 1], data[-1])
-        if l < L:
-            y = sublayers[l](out) if weight is None else sublayers[l].body(out)
-            if y.shape != out.shape or y.dtype != out.dtype or y.device != out.device:
-                raise ValueError(f'sublayer {l} returned {y.dtype} {tuple(y.shape)} on {y.device}: must be like its '
-                                 f'input, {out.dtype} {tuple(out.shape)} on {out.device}')
-    return out
+def _triton_visit(v, dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps):
+    """ See _backward; the row v (T, D) is the one of read l. """
+    dv, coef = torch.empty_like(v), w.new_empty(last - l, len(v))
+    moved = last - l + 4 + (carry is not None)
+    _launch(_visit_kernel, moved, v, v, w, dh_l.contiguous(), h, lse, carry, dh, stats, coef, dv, len(v), len(w), l,
+            last, eps)
+    if v.dtype == torch.bfloat16:  # as autocast does with the gradient of every weight
+        dw[l:last] += coef.bfloat16() @ v
+    else:
+        dw[l:last] += coef @ v.float()
+    return dv

@@ -1,13 +1,13 @@
 """
-A GPT whose residual connection is a choice: standard, Full or Block Attention Residuals (AttnRes, arXiv 2603.15031).
+A GPT whose residual connection is a choice: standard, or Attention Residuals (AttnRes, arXiv
+2603.15031), Full or Block.
 
-The network is GPT-2's, written as in nanoGPT: LayerNorm, causal self-attention, MLP with tanh GELU, learned positions,
-tied head. Apart from a smaller norm_eps it differs in one place. A transformer block does not add anything to anything:
-it hands out its two *sublayers*, and a *residual rule* runs all L = 2 * n_layer of them, deciding what each one reads
-and what becomes of its output. The three rules stand one under the other below; RESIDUALS names them; nothing else in
-the forward pass knows which one is at work.
+The network is GPT-2's, written as in nanoGPT. It differs in one place: a transformer block adds
+nothing to anything. It hands out its two *sublayers*, and a *residual rule* runs all
+L = 2 * n_layer of them: the rule decides what each sublayer reads and what becomes of its output.
+The three rules stand together below. The rest of the forward pass does not know which is at work.
 
-Reading order: leaves up. Shapes at line ends: B sequences, T tokens, D = n_embd, V = vocab_size, n sources.
+Read from top to bottom. Shapes stand at line ends: B sequences, T tokens, D = n_embd, n sources.
 """
 import math
 from dataclasses import dataclass, fields
@@ -35,7 +35,7 @@ class GPTConfig:
     residual_blocks: int = 8  # block mode: N residual blocks of ceil(2 * n_layer / N) sublayers
     scale_proj_init: bool = True  # initialise output projections smaller, by 1/sqrt(2 * n_layer)
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
-    recompute: bool = False  # activation checkpointing: recompute each sublayer in the backward pass
+    recompute: bool = False  # recompute each sublayer in the backward pass, to save memory
 
     def __post_init__(self):
         def check(key, ok, allowed):
@@ -43,8 +43,8 @@ class GPTConfig:
                 raise ValueError(f'{key}={getattr(self, key)!r}: must be {allowed}')
 
         for f in fields(self):
-            check(f.name, type(getattr(self, f.name)) in (f.type, int if f.type is float else f.type),
-                  f'of type {f.type.__name__}')
+            kinds = (int, float) if f.type is float else (f.type,)
+            check(f.name, type(getattr(self, f.name)) in kinds, f'of type {f.type.__name__}')
         for key in ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'residual_blocks'):
             check(key, 1 <= getattr(self, key) < 2**31, 'a whole number from 1 to 2**31 - 1')
         check('n_embd', self.n_embd % self.n_head == 0, f'divisible by n_head={self.n_head}')
@@ -58,8 +58,9 @@ class GPTConfig:
 
 
 # -----------------------------------------------------------------------------
-# The residual rules. forward(h, sublayers): h is the embedding (B, T, D); sublayers are the L callables f_0 .. f_{L-1},
-# (B, T, D) -> (B, T, D), each with its own pre-norm, adding nothing. The result goes to the final norm.
+# The residual rules. forward(h, sublayers): h (B, T, D) is the embedding, sublayers are the L
+# functions f_0 .. f_{L-1}, (B, T, D) -> (B, T, D). Each has its own pre-norm and adds nothing.
+# What forward returns goes to the final norm.
 
 class Standard(nn.Module):
     """ h <- h + f(h) """
@@ -75,61 +76,94 @@ class Standard(nn.Module):
         return 'h <- h + f(h)'
 
 
-class DepthAttention(nn.Module):
-    """ h = sum_i alpha_i v_i,   alpha = softmax over i of  w . RMSNorm(v_i)   (paper eq. 2 to 4)
+class Sources:
+    """ What was produced so far in a forward pass, and attention over it (paper eq. 2 to 4):
 
-    w (D,) is pseudo-query * key gain, v a tuple of n sources (B, T, D). No 1/sqrt(D), no projections. Scores, softmax
-    are float32 (float64 stays float64), also under autocast. No source is normalised in memory: w . RMSNorm(v) =
-    (w . v) / rms(v). With kernel='reference' a forward hook here sees every (w, v); the fast paths do not pass by.
+        h_l = sum_i alpha_i v_i,   alpha = softmax over i of  w_l . RMSNorm(v_i)
+
+    Each token attends to its own sources alone. w (R, D) is pseudo-query * key gain of each read.
+    There is no 1/sqrt(D) and no projection. Scores and softmax are float32, also under autocast.
+
+    kernels.py computes the same faster. It is left out by itself as soon as this class is changed.
     """
-    def __init__(self, eps):
-        super().__init__()
-        self.eps = eps
+    def __init__(self, w, eps):
+        self.w, self.eps = w, eps
+        self.v, self.scores = [], []  # of each source, the oldest first: (B, T, D) and (B, T, R)
+        self.on_read = None
 
-    def alpha(self, w, v):
-        """ The weights, (n, B, T), summing to 1 over n. """
-        def score(v_i):
-            v_i = v_i.to(w.dtype)
-            return (v_i * w).sum(-1) * torch.rsqrt(v_i.square().mean(-1) + self.eps)  # (B, T)
-        return torch.stack([score(v_i) for v_i in v]).softmax(0)
+    def __len__(self):
+        return len(self.v)
 
-    def forward(self, w, v):
-        if len(v) == 1:  # softmax over one score is 1
-            return v[0]
-        h = sum(a.unsqueeze(-1) * v_i for a, v_i in zip(self.alpha(w, v), v, strict=True))
-        return h.to(v[0].dtype)
+    def score(self, v):
+        """ w_l . RMSNorm(v) for all reads l, (B, T, R), computed as (w_l . v) / rms(v).
+
+        The queries do not depend on the input, so one product serves all reads of a source.
+        """
+        v = v.to(self.w.dtype)
+        with torch.autocast(v.device.type, enabled=False):
+            return F.linear(v, self.w) * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps)
+
+    def push(self, y):
+        """ y (B, T, D) becomes the newest source. """
+        self.v.append(y)
+        self.scores.append(self.score(y))
+
+    def add(self, y):
+        """ The newest source becomes itself + y. """
+        self.scores.pop()
+        self.push(self.v.pop() + y)
+
+    def drop(self, i):
+        """ Source i, counted from the oldest, is forgotten. """
+        del self.v[i], self.scores[i]
+
+    def weights(self, l):
+        """ alpha of read l, (n, B, T): it sums to 1 over the n sources. """
+        return torch.stack([score[..., l] for score in self.scores]).softmax(0)
+
+    def read(self, l):
+        """ h_l (B, T, D), the weighted mean of the sources. """
+        alpha = self.weights(l)
+        if self.on_read:
+            self.on_read(l, alpha.detach())
+        h = sum(a.unsqueeze(-1) * v for a, v in zip(alpha, self.v, strict=True))
+        return h.to(self.v[0].dtype)
 
 
 class AttnRes(nn.Module):
-    """ What Full and Block share: one pseudo-query and one key gain per sublayer, and one pair for the output.
+    """ What Full and Block share: a pseudo-query and a key gain for each sublayer and the output.
 
-    Queries start at zero, so every read starts as the plain mean of its sources. They sum to the standard residual
-    stream and every reader normalises, so at initialisation all three rules are the same function (up to norm_eps).
-    Row 0 reads a single source, so its gradient is zero; it is there so that row l belongs to sublayer l.
-    A subclass gives residual_block_length(config), S, and rule(w, h, sublayers), the mathematics.
+    Queries start at zero, so each read starts as the plain mean of its sources. These sum to the
+    standard residual stream, and every reader normalises: at initialisation all three rules are
+    the same function (up to norm_eps). Row 0 of the queries reads one source only, so its gradient
+    is zero; it is there so that row l belongs to sublayer l.
     """
+    Sources = Sources  # a rule may name a class of its own
+
     def __init__(self, config):
         super().__init__()
         self.L, self.S = 2 * config.n_layer, self.residual_block_length(config)
         self.query = nn.Parameter(torch.zeros(self.L + 1, config.n_embd))
-        self.key_gain = nn.Parameter(torch.ones(self.L + 1, config.n_embd))  # acts only as query * key_gain
-        self.attend = DepthAttention(config.norm_eps)
-        self.kernel = config.kernel
+        self.key_gain = nn.Parameter(torch.ones(self.L + 1, config.n_embd))
+        self.eps = config.norm_eps
+        self.kernel = kernels.for_sources(config.kernel, self.Sources)
+        self.on_read = None  # set to a function, it is called with l and alpha at every read
 
-    def forward(self, h, sublayers):
-        if len(sublayers) != self.L:
-            raise ValueError(f'{len(sublayers)} sublayers: must be 2 * n_layer = {self.L}')
-        w = (self.query * self.key_gain).to(torch.promote_types(h.dtype, torch.float32))  # (L + 1, D)
-        if torch.is_autocast_enabled(h.device.type):  # the sublayers' dtype; Standard's sum is float32
-            h = h.to(torch.get_autocast_dtype(h.device.type))
-        path = kernels.choose(self.kernel, h)
-        if path == 'reference':
-            return self.rule(w, h, sublayers)
-        return kernels.depth_attention(h, sublayers, w, self.S, self.attend.eps, path)  # the same, fast
+    def sources(self, h):
+        """ The sources when a forward pass begins: the embedding h (B, T, D) alone. """
+        w = (self.query * self.key_gain).to(torch.promote_types(h.dtype, torch.float32))
+        kind = h.device.type
+        if torch.is_autocast_enabled(kind):  # sublayers return this dtype; Standard sums in float32
+            h = h.to(torch.get_autocast_dtype(kind))
+        v = kernels.sources(self.kernel, self.Sources, w, self.eps, h)
+        v.on_read = self.on_read
+        v.push(h)
+        return v
 
     def describe(self):
         n, last = math.ceil(self.L / self.S), (self.L - 1) % self.S + 1
-        return f'{self.L} sublayers in {n} residual blocks of {self.S}' + f', the last of {last}' * (last < self.S)
+        text = f'{self.L} sublayers in {n} residual blocks of {self.S}'
+        return text if last == self.S else f'{text}, the last of {last}'
 
 
 class FullAttnRes(AttnRes):
@@ -137,51 +171,47 @@ class FullAttnRes(AttnRes):
     def residual_block_length(self, config):
         return 1
 
-    def rule(self, w, h, sublayers):
-        v = (h,)
+    def forward(self, h, sublayers):
+        v = self.sources(h)
         for l, f in enumerate(sublayers):
-            v = (*v, f(self.attend(w[l], v)))
-        return self.attend(w[-1], v)
+            v.push(f(v.read(l)))
+        return v.read(self.L)
 
 
 class BlockAttnRes(AttnRes):
-    """ The same over sums: of each finished residual block of S sublayers, and of the one in progress """
+    """ The same over sums: of each residual block of S sublayers, and of the one in progress """
     def residual_block_length(self, config):
         return math.ceil(2 * config.n_layer / config.residual_blocks)
 
-    def rule(self, w, h, sublayers):
-        v = (h,)
+    def forward(self, h, sublayers):
+        v = self.sources(h)
         for l, f in enumerate(sublayers):
-            y = f(self.attend(w[l], v))
-            v = (*v, y) if l % self.S == 0 else (*v[:-1], v[-1] + y)  # a residual block begins, or goes on
-        return self.attend(w[-1], v)
+            y = f(v.read(l))
+            if l % self.S == 0:
+                v.push(y)  # a residual block begins
+            else:
+                v.add(y)  # and goes on
+        return v.read(self.L)
 
 
 RESIDUALS = {'standard': Standard, 'full': FullAttnRes, 'block': BlockAttnRes}
 
+
 # -----------------------------------------------------------------------------
 # GPT-2's parts.
 
-class LayerNorm(nn.Module):
-    """ (x - mean) / std * weight + bias, the bias being optional """
-    def __init__(self, config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
-        self.eps = config.norm_eps
-
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+def layer_norm(config):
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class Cache:
-    """ Keys and values of one attention sublayer, (B, n_head, length, D / n_head), for decoding token by token """
+    """ Keys and values of one attention sublayer, for decoding token by token """
     def __init__(self, n_ctx):
         self.n_ctx, self.length = n_ctx, 0
 
     def extend(self, k, v):
         if self.length == 0:
-            self.kv = k.new_empty(2, *k.shape[:2], self.n_ctx, k.size(-1))
+            self.kv = k.new_empty(2, *k.shape[:2], self.n_ctx, k.size(-1))  # (2, B, H, n_ctx, D/H)
         end = self.length + k.size(2)
         self.kv[0, :, :, self.length:end] = k
         self.kv[1, :, :, self.length:end] = v
@@ -200,7 +230,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None):
         B, T, D = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, D // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, D // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D/H)
         past, mask = 0, None
         if cache is not None:
             past = cache.length
@@ -225,31 +256,27 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate='tanh')))
 
 
-class Sublayer:
-    """ f(h) = body(norm(h)): what a residual rule calls. It adds nothing itself. """
-    def __init__(self, norm, body):
-        self.norm, self.body = norm, body
-
-    def __call__(self, h):
-        return self.body(self.norm(h))
-
-
 class Block(nn.Module):
-    """ A transformer block: the parameters of two sublayers. How they are joined is the residual rule's business. """
+    """ A transformer block: two sublayers. The residual rule decides how they are joined. """
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = LayerNorm(config)
+        self.ln_1 = layer_norm(config)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config)
+        self.ln_2 = layer_norm(config)
         self.mlp = MLP(config)
 
     def sublayers(self, cache=None):
-        attn = self.attn if cache is None else partial(self.attn, cache=cache)
-        return [Sublayer(self.ln_1, attn), Sublayer(self.ln_2, self.mlp)]
+        def attention(h):
+            return self.attn(self.ln_1(h), cache)
+
+        def mlp(h):
+            return self.mlp(self.ln_2(h))
+
+        return [attention, mlp]
 
 
 class GPT(nn.Module):
-    """ GPT-2: embeddings, the residual rule over all sublayers, a norm, logits from the embedding's own matrix """
+    """ Embeddings, the residual rule over all sublayers, a norm, logits from the embedding """
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -258,61 +285,72 @@ class GPT(nn.Module):
             wpe=nn.Embedding(config.n_ctx, config.n_embd),
             drop=nn.Dropout(config.dropout),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            ln_f=LayerNorm(config),
+            ln_f=layer_norm(config),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # tied, as in GPT-2
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 small = config.scale_proj_init and name.endswith('c_proj')
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * config.n_layer) if small else 0.02)
+                std = 0.02 / math.sqrt(2 * config.n_layer) if small else 0.02
+                nn.init.normal_(module.weight, std=std)
                 if getattr(module, 'bias', None) is not None:
                     nn.init.zeros_(module.bias)
-        self.residual = RESIDUALS[config.residual](config)  # draws nothing: same seed, same weights in every mode
+        # A rule draws no random numbers: the same seed gives the same weights in every mode.
+        self.residual = RESIDUALS[config.residual](config)
 
     def n_params(self):
-        """ Number of parameters, the tied embedding counted once. """
+        """ The number of parameters, the tied embedding counted once. """
         return sum(p.numel() for p in self.parameters())
 
     def sublayers(self, caches=None):
         """ The L = 2 * n_layer functions f_l, in order. """
-        fs = [f for b, block in enumerate(self.transformer.h) for f in block.sublayers(caches and caches[b])]
+        caches = caches or [None] * self.config.n_layer
+        fs = []
+        for block, cache in zip(self.transformer.h, caches, strict=True):
+            fs += block.sublayers(cache)
         if self.config.recompute and self.training:
             fs = [partial(checkpoint, f, use_reentrant=False) for f in fs]
         return fs
 
     def forward(self, idx, targets=None, caches=None):
-        """ Next-token logits (B, T, V) of tokens idx (B, T), and the mean cross-entropy with targets (B, T) or None.
+        """ Logits (B, T, vocab_size) of tokens idx (B, T); with targets (B, T) the mean loss, too.
 
-        caches, one Cache a transformer block, hold the tokens before idx and take these in. Targets of -1 do not count.
+        A target of -1 does not count. caches, one Cache for each transformer block, hold the
+        tokens before idx and take these in.
         """
         T, past = idx.size(1), caches[0].length if caches else 0
-        if past + T > self.config.n_ctx:
-            raise ValueError(f'idx has {past + T} tokens: n_ctx={self.config.n_ctx} is the most')
+        n_ctx = self.config.n_ctx
+        if past + T > n_ctx:
+            raise ValueError(f'idx has {past + T} tokens: n_ctx={n_ctx} is the most')
         pos = torch.arange(past, past + T, device=idx.device)
-        h = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, D)
-        h = self.residual(h, self.sublayers(caches))
-        logits = self.lm_head(self.transformer.ln_f(h))  # (B, T, V)
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
-        return logits, loss
+        h = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, D)
+        h = self.residual(self.transformer.drop(h), self.sublayers(caches))
+        logits = self.lm_head(self.transformer.ln_f(h))  # (B, T, vocab_size)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas):
-        """ AdamW. Matrices and embeddings decay; gains, biases and whatever belongs to the residual rule do not. """
-        decays = {name: p.dim() >= 2 and not name.startswith('residual.') for name, p in self.named_parameters()}
-        groups = [{'params': [p for name, p in self.named_parameters() if decays[name] == decay],
-                   'weight_decay': weight_decay if decay else 0.0} for decay in (True, False)]
+        """ AdamW. Matrices and embeddings decay; gains, biases and the residual rule's do not. """
+        decayed, others = [], []
+        for name, p in self.named_parameters():
+            decays = p.dim() >= 2 and not name.startswith('residual.')
+            (decayed if decays else others).append(p)
+        groups = [{'params': decayed, 'weight_decay': weight_decay},
+                  {'params': others, 'weight_decay': 0.0}]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=tuple(betas), fused=True)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, n_vocab=None, generator=None):
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, n_vocab=None,
+               generator=None):
         """ Yields max_new_tokens times the next token of each row of idx (B, T), as (B, 1).
 
-        temperature 0 takes the most likely token; top_k keeps the k most likely, top_p the smallest set of them with
-        that probability; ids from n_vocab on (padding of the vocabulary) are never drawn. Keys and values are cached
-        while the window has room. Positions are absolute, so a full window is cut to its last n_ctx / 2 tokens and read
-        anew; a prompt longer than n_ctx is cut to its last n_ctx tokens first.
+        temperature 0 takes the most likely token. top_k keeps the k most likely tokens, top_p the
+        smallest set of them with that probability. Ids from n_vocab on are padding and never
+        drawn. generator, if given, is on the CPU. Keys and values are cached while the window has
+        room. Positions are absolute, so a full window is cut to its last n_ctx / 2 tokens and read
+        anew. A prompt longer than n_ctx is cut to its last n_ctx tokens first.
         """
         check_sampling(self.config, idx, max_new_tokens, temperature, top_k, top_p, n_vocab)
         n_ctx = self.config.n_ctx
@@ -322,59 +360,72 @@ class GPT(nn.Module):
                 if caches is not None:
                     window = window[:, -max(1, n_ctx // 2):]
                 caches, new = [Cache(n_ctx) for _ in self.transformer.h], window
-            logits = self(new, caches=caches)[0][:, -1].float()  # (B, V)
+            logits = self(new, caches=caches)[0][:, -1].float()  # (B, vocab_size)
             new = pick(logits[:, :n_vocab], temperature, top_k, top_p, generator)
             window = torch.cat((window, new), dim=1)
             yield new
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, n_vocab=None, generator=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, n_vocab=None,
+                 generator=None):
         """ idx (B, T) continued by max_new_tokens tokens, (B, T + max_new_tokens). See stream. """
-        return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, top_p, n_vocab, generator)], dim=1)
+        new = self.stream(idx, max_new_tokens, temperature, top_k, top_p, n_vocab, generator)
+        return torch.cat([idx, *new], dim=1)
 
     @classmethod
     def from_checkpoint(cls, path, device='cpu', kernel='auto'):
-        """ The model that train.py saved in a file, or in the best.pt (else ckpt.pt) of a folder, in eval mode. """
+        """ The model of a checkpoint file, or of a folder's best.pt or ckpt.pt, in eval mode. """
         import weights
         return weights.from_checkpoint(path, device, kernel)
 
     @classmethod
     def from_pretrained(cls, name_or_dir, residual='standard', **overrides):
-        """ GPT-2 under any residual rule, in eval mode; overrides: what of GPTConfig its weights leave open. """
+        """ GPT-2 under any rule, in eval mode; overrides: what of GPTConfig it leaves open. """
         import weights
         return weights.from_pretrained(name_or_dir, residual, **overrides)
 
     def save_pretrained(self, folder):
-        """ Writes a folder that transformers loads: GPT2LMHeadModel.from_pretrained(folder). Standard mode only. """
+        """ Writes a folder that transformers' GPT2LMHeadModel loads. Standard mode only. """
         import weights
         weights.save_pretrained(self, folder)
 
 
 def check_sampling(config, idx, max_new_tokens, temperature, top_k, top_p, n_vocab):
-    def check(key, value, ok, allowed):
+    """ ValueError names the first setting that stream cannot use. """
+    def is_int(value):
+        return type(value) is int
+
+    def is_number(value):
+        return type(value) in (int, float)
+
+    most = config.vocab_size
+    for key, value, ok, allowed in (
+        ('idx', tuple(idx.shape), idx.dim() == 2 and idx.size(1) > 0, 'tokens (B, T) with T > 0'),
+        ('max_new_tokens', max_new_tokens, is_int(max_new_tokens) and max_new_tokens >= 0,
+         'an integer from 0'),
+        ('temperature', temperature, is_number(temperature) and 0 <= temperature < math.inf,
+         '0 (greedy) or a positive number'),
+        ('top_k', top_k, top_k is None or is_int(top_k) and top_k >= 1, 'a whole number from 1'),
+        ('top_p', top_p, top_p is None or is_number(top_p) and 0 < top_p <= 1, 'in (0, 1]'),
+        ('n_vocab', n_vocab, n_vocab is None or is_int(n_vocab) and 1 <= n_vocab <= most,
+         f'a whole number from 1 to {most}'),
+    ):
         if not ok:
             raise ValueError(f'{key}={value!r}: must be {allowed}')
-    check('idx', tuple(idx.shape), idx.dim() == 2 and idx.size(1) > 0, 'tokens (B, T) with T at least 1')
-    def number(value, *kinds):
-        return type(value) in kinds
-    check('max_new_tokens', max_new_tokens, number(max_new_tokens, int) and max_new_tokens >= 0, 'an integer from 0')
-    check('temperature', temperature, number(temperature, int, float) and 0 <= temperature < math.inf,
-          '0 (greedy) or a positive number')
-    check('top_k', top_k, top_k is None or number(top_k, int) and top_k >= 1, 'a whole number from 1')
-    check('top_p', top_p, top_p is None or number(top_p, int, float) and 0 < top_p <= 1, 'in (0, 1]')
-    check('n_vocab', n_vocab, n_vocab is None or number(n_vocab, int) and 1 <= n_vocab <= config.vocab_size,
-          f'a whole number from 1 to {config.vocab_size}')
 
 
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """ One token (B, 1) drawn from softmax(logits / temperature), logits (B, V), after the cuts. """
+    """ One token (B, 1) drawn from softmax(logits / temperature) after the cuts; logits (B, V). """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = (logits - logits.max(-1, keepdim=True).values).double() / temperature  # finite at any temperature
+    device, logits = logits.device, logits.cpu()  # some devices have no float64
+    logits = logits - logits.max(-1, keepdim=True).values
+    logits = logits.double() / temperature  # finite at any temperature
     if top_k is not None and top_k < logits.size(-1):
         kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p is not None and top_p < 1:
         p, order = logits.softmax(-1).sort(descending=True)
         enough = p.cumsum(-1) - p >= top_p  # the more likely tokens suffice
-        logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -math.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        cut = torch.zeros_like(enough).scatter(-1, order, enough)
+        logits = logits.masked_fill(cut, -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).to(device)

@@ -9,7 +9,7 @@ import reference
 import torch
 
 import kernels
-from model import GPT, RESIDUALS, Cache, DepthAttention, GPTConfig, pick
+from model import GPT, RESIDUALS, Cache, GPTConfig, pick
 from weights import load_checkpoint, model_config
 
 V, D, T = 11, 8, 5
