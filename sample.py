@@ -18,7 +18,7 @@ import config as configuration
 from data.tokenizer import GPT2Tokenizer, tokenizer_from
 from model import GPTConfig, check_sampling
 from train import pick_device
-from weights import build_model, from_pretrained, load_checkpoint
+from weights import build_model, checkpoint_file, from_pretrained, load_checkpoint
 
 SEPARATOR = '\n---------------\n'
 
@@ -48,9 +48,10 @@ class SampleConfig:
         self.init_from = configuration.expand(self.init_from)
         check('out_dir', self.out_dir.strip() and '\0' not in self.out_dir, 'the name of a folder')
         check('which', self.which in ('best', 'latest'), 'best or latest')
-        check('init_from', self.init_from != 'resume' and '\0' not in self.init_from,
-              'the name of a GPT-2 or the folder of its weights; --out_dir samples a run')
         if self.init_from:
+            is_run = self.init_from == 'resume' or os.path.isfile(checkpoint_file(self.init_from))
+            check('init_from', not is_run and '\0' not in self.init_from,
+                  'the name of a GPT-2 or the folder of its weights; --out_dir samples a run')
             check('out_dir', self.out_dir == SampleConfig.out_dir, 'left out if init_from is given')
         else:
             for key in ('residual', 'residual_blocks'):
@@ -112,7 +113,7 @@ class Sampler:
     def __init__(self, cfg):
         self.cfg = cfg
         self.device = pick_device(cfg.device)
-        self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
+        self.generator = torch.Generator().manual_seed(cfg.seed)  # tokens are drawn on the CPU
         self.model, self.tokenizer = load(cfg)
         rows, needed = self.model.config.vocab_size, self.tokenizer.n_vocab
         if rows < needed:
@@ -121,17 +122,18 @@ class Sampler:
         self.model.to(self.device)
         self.top_source = self.n_sources = None
         if cfg.show_depth:
-            if not hasattr(self.model.residual, 'attend'):
+            if not hasattr(self.model.residual, 'on_read'):
                 raise ValueError('show_depth=True: must be off for a model without depth attention')
-            self.model.residual.kernel = 'reference'
-            self.model.residual.attend.register_forward_hook(self.look)
-            print('show_depth: kernel=reference, the one that shows its weights', file=sys.stderr)
+            self.model.residual.on_read = self.look
 
-    def look(self, attend, inputs, output):
-        """ Forward hook: evaluates the weights just used for the first row's newest token. """
-        w, v = inputs
-        self.top_source = attend.alpha(w, [source[:1, -1:] for source in v]).argmax(0).item()
-        self.n_sources = len(v)
+    def look(self, l, alpha):
+        """ Notes which source has most weight for the first text's newest token in read l.
+
+        alpha (n, B, T) are the weights. The last read of a forward pass is the output's: it stays.
+        """
+        newest = alpha[:, 0, -1]
+        self.top_source = newest.argmax().item()
+        self.n_sources = len(newest)
 
     def __call__(self, text=None, write=lambda text: None):
         """ A list of num_samples texts that begin with text.

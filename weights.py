@@ -15,7 +15,7 @@ from model import GPT, GPTConfig
 def from_checkpoint(path, device='cpu', kernel='auto'):
     """ The model in a checkpoint file, or in a folder's best.pt (else ckpt.pt), in eval mode. """
     path = checkpoint_file(path)
-    return build_model(load_checkpoint(path, device), path, kernel).to(device)
+    return build_model(load_checkpoint(path), path, kernel).to(device)
 
 
 def checkpoint_file(path):
@@ -28,8 +28,8 @@ def checkpoint_file(path):
     return path
 
 
-def load_checkpoint(path, device='cpu'):
-    """ The dict that train.py saved: tensors and plain values, no code.
+def load_checkpoint(path):
+    """ The dict that train.py saved, in the CPU's memory: tensors and plain values, no code.
 
     ValueError if the file is missing, damaged (its checksums are compared) or not one of ours.
     """
@@ -37,7 +37,7 @@ def load_checkpoint(path, device='cpu'):
         with zipfile.ZipFile(path) as z:
             if damage := z.testzip():  # torch does not look at the checksums
                 raise zipfile.BadZipFile(damage)
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location='cpu', weights_only=True)
     except FileNotFoundError:
         raise ValueError(f'{path}: no such checkpoint') from None
     except zipfile.BadZipFile as e:

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {'model.py': 380, 'kernels.py': 600, 'weights.py': 190, 'baselines.py': 320, 'train.py': 565,
-           'sample.py': 245, 'compare.py': 50, 'config/__init__.py': 125, 'data/prepare.py': 250, 'README.md': 200}
+           'sample.py': 250, 'compare.py': 50, 'config/__init__.py': 125, 'data/prepare.py': 250, 'README.md': 200}
 
 
 def tracked():

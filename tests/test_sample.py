@@ -157,6 +157,10 @@ def test_refusals(argv, said, out, capsys):
     assert said in refused(capsys, 2, *([] if 'out_dir' in argv[0] else [f'--out_dir={out}']), *argv)
 
 
+def test_a_run_is_no_gpt2(out, capsys):
+    assert '--out_dir samples a run' in refused(capsys, 2, f'--init_from={out}')
+
+
 @pytest.mark.parametrize('key, right, wrong', [
     ('out_dir', ['a', ' a'], ['', ' ', 'a\0b']), ('which', ['best', 'latest'], ['worst']),
     ('num_samples', [1, 4096], [0, 4097]), ('max_new_tokens', [1, 2**31 - 1], [0, 2**31]),
@@ -262,22 +266,23 @@ def test_what_the_terminal_cannot_show_is_replaced(encoding, tmp_path, monkeypat
     assert text.startswith({'ascii': '??', 'cp1252': 'é?'}[encoding]) and text.count('?') > 3
 
 
+@pytest.mark.parametrize('kernel', ['reference', 'torch', 'auto'])
 @pytest.mark.parametrize('residual', ['full', 'block'])
-def test_show_depth_is_the_largest_weight_of_the_outputs_read(residual, tmp_path, capsys):
+def test_show_depth_is_the_largest_weight_of_the_outputs_read(residual, kernel, tmp_path, capsys):
     model = checkpoint(tmp_path / 'run', residual)
-    cfg = config(str(tmp_path / 'run'), show_depth=True, kernel='torch', max_new_tokens=12, num_samples=2)
+    cfg = config(str(tmp_path / 'run'), show_depth=True, kernel=kernel, max_new_tokens=12, num_samples=2)
     sampler = Sampler(cfg)
+    assert sampler.model.config.kernel == kernel and capsys.readouterr().err == ''
     out = []
     text = sampler('abc', out.append)[0]
-    assert 'kernel=reference, the one that shows its weights\n' in capsys.readouterr().err
     shown, line = re.search(r'\ntext  (.+)\ndepth (\w+)\n', ''.join(out)).groups()
     assert shown == text[3:].replace('\n', ' ').rstrip()
     seen = []
-    model.residual.kernel = 'reference'
-    model.residual.attend.register_forward_hook(lambda m, wv, h: seen.append(m.alpha(*wv)[:, 0].argmax(0)))
+    model.residual.on_read = lambda l, alpha: seen.append(alpha[:, 0].argmax(0))
     ids = torch.tensor([[CHARS.index(c) for c in text[:14]]])  # the tokens before each generated one; no window is cut
     model(ids)
     assert [int(c) for c in line] == seen[-1][2:].tolist() and len(set(line)) > 1
+    assert sampler.n_sources == {'full': 5, 'block': 3}[residual] and sampler.top_source == int(line[-1])
     assert text == sample(config(str(tmp_path / 'run'), max_new_tokens=12, num_samples=2))[0]  # it changes nothing
 
 
