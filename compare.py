@@ -33,7 +33,7 @@ def main(argv=None):
     except OSError as e:  # its output's: what concerns files is a ValueError
         configuration.fail(e, code=1)
     except KeyboardInterrupt:
-        configuration.fail('interrupted; of training runs, what is done is kept: the same command goes on', code=130)
+        configuration.fail('interrupted; what is done is kept: the same command goes on, without --overwrite', code=130)
 
 
 if __name__ == '__main__':

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.files import DATA, SPLITS, check_name, locked, write
+from data.files import DATA, SPLITS, check_name, locked, when_parent_ends, write
 from data.tokenizer import GPT2Tokenizer, gpt2_bpe
 
 EXPECTED = {'hf:Skylion007/openwebtext': (8_013_769, 18.1e9)}  # documents, bytes of tokens
@@ -113,7 +112,7 @@ def tokenize(chunk, val_every):
 def worker():
     """ Prepares a worker process: Ctrl-C is its parent's business, and without a parent it ends. """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    when_parent_ends(lambda: os._exit(1))
 
 
 def in_order(function, items, num_proc):

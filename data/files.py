@@ -1,5 +1,7 @@
 """ Token files in a folder: written whole or not at all, by one process at a time. """
+import multiprocessing
 import os
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +12,16 @@ SPLITS = 'train', 'val'
 def check_name(name):
     if name in ('', '..') or Path(name).name != name or '\\' in name:
         raise ValueError(f'name={name!r}: must be the plain name of a folder; give another --name')
+
+
+def when_parent_ends(act):
+    """ Calls act once the parent process has ended, however it ended: no child outlives it. """
+    parent = multiprocessing.parent_process()
+
+    def watch():
+        parent.join()
+        act()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

@@ -9,19 +9,23 @@ import json
 import math
 import os
 import signal
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from glob import glob
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import wait
-from threading import Thread
 
 import torch
 
 import config as configuration
+from data.files import when_parent_ends
 from data.prepare import load
+from experiments import measure
 from experiments.common import commit, environment, mode_keys, preset, table, write_json
-from train import MAY_CHANGE_ON_RESUME, Diverged, TrainConfig, pick_device, pick_dtype, train
+from experiments.progress import Progress
+from train import MAY_CHANGE_ON_RESUME, Diverged, TrainConfig, check_memory, pick_device, pick_dtype, read_run, train
 from weights import checkpoint_file
 
 
@@ -112,75 +116,185 @@ def kept(folder):
     return None
 
 
-def run(cfg, folder, title, label='', goes_on=False):
-    """ Trains cfg in folder, from its checkpoint if it has one, and keeps the result there. """
-    print(title, flush=True)
-    if cfg.overwrite:
+@dataclass
+class Job:
+    """ A run to be done: its name for the reader, its settings, the folder that keeps it. """
+    name: str
+    config: TrainConfig
+    folder: str
+    may_diverge: bool = False  # whether a run that diverges is a result, its final loss being None
+
+    def unfinished(self):
+        """ Whether the folder holds the beginning of this run. """
+        return os.path.exists(os.path.join(self.folder, 'ckpt.pt')) and not self.config.overwrite
+
+    def steps_left(self):
+        done = read_run(self.folder)['progress'].get('step', 0) if self.unfinished() else 0
+        return max(0, self.config.max_iters - done)
+
+
+def run(job, report):
+    """ Trains a job, from its checkpoint if it has one, and keeps the result in its folder.
+
+    KeyboardInterrupt if a signal stopped the training, which has saved its state then.
+    """
+    if job.config.overwrite:
         with suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, 'result.json'))
-    unfinished = os.path.exists(os.path.join(folder, 'ckpt.pt')) and not cfg.overwrite
-    change = {'out_dir': folder, 'resume': unfinished, 'overwrite': not unfinished}
+            os.remove(os.path.join(job.folder, 'result.json'))
+    resume = job.unfinished()
+    change = {'out_dir': job.folder, 'resume': resume, 'overwrite': not resume}
     try:
-        result = train(replace(canonical(cfg), **change), label=label)
+        result = train(replace(canonical(job.config), **change), report=report)
     except Diverged as e:
-        if not goes_on:
+        if not job.may_diverge:
             raise
-        print(f'{label}diverged: {e}')
         result = {'final_loss': None, 'diverged': str(e), 'stopped': None}
     if result['stopped']:
-        print(f'{result["stopped"]}: the same command{" without --overwrite" * cfg.overwrite} goes on from here')
-        raise SystemExit(130)
-    write_json(os.path.join(folder, 'result.json'), result | {'commit': commit()})
+        raise KeyboardInterrupt
+    write_json(os.path.join(job.folder, 'result.json'), result | {'commit': commit()})
 
 
-def alone(threads, *call):
-    """ run(*call) as all that a process does. """
+def ending(job):
+    """ How a finished job ended, in words. """
+    result = kept(job.folder)
+    if result['final_loss'] is None:
+        return f'diverged: {result["diverged"]}'
+    return f'final loss {result["final_loss"]:.4f}'
+
+
+def in_a_process(job, threads, pipe):
+    """ run(job) as all that a process does. What it reports, and why it failed, goes into pipe. """
     torch.set_num_threads(threads)
-    parent = parent_process()  # if that is killed, this saves and ends
-    Thread(target=lambda: (parent.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+    when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))  # then the run saves and ends
+    last_sent = 0.0
+
+    def report(record):
+        nonlocal last_sent
+        if record['message'] or time.monotonic() - last_sent > 0.5:
+            last_sent = time.monotonic()
+            with suppress(OSError):  # the parent has ended
+                pipe.send(record)
     try:
-        run(*call)
-    except ValueError as e:
-        configuration.fail(e)
-    except RuntimeError as e:
-        configuration.fail(e, code=1)
+        run(job, report)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except (ValueError, RuntimeError) as e:
+        with suppress(OSError):
+            kind = ValueError if isinstance(e, ValueError) else RuntimeError
+            pipe.send(kind(str(e)))
+        raise SystemExit(1) from None
 
 
-def side_by_side(calls, workers, threads):
-    """ Runs in processes of their own, some at a time. Whatever ends one of them early ends all; they save first. """
-    waiting, alive, context = [*calls], {}, get_context('spawn')
+class Child:
+    """ A process that does one job, and the pipe that it reports into. """
+    def __init__(self, job, threads):
+        context = get_context('spawn')
+        self.job, self.error = job, None
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=in_a_process, args=(job, threads, theirs))
+        # The child inherits that it ignores Ctrl-C, except while it trains.
+        listens = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.process.start()
+        signal.signal(signal.SIGINT, listens)
+        theirs.close()
+
+    def read(self, progress):
+        """ Shows what has been reported. """
+        with suppress(EOFError, OSError):  # it has closed the pipe, or was killed in the middle of a report
+            while self.pipe.poll():
+                record = self.pipe.recv()
+                if isinstance(record, Exception):
+                    self.error = record
+                else:
+                    progress.update(self.job.name, record)
+
+    def check(self):
+        """ Raises the reason why the process, which has ended, did not finish its job. """
+        code = self.process.exitcode
+        if self.error:
+            raise self.error
+        if code == 130:
+            raise KeyboardInterrupt
+        if code < 0:
+            signal_name = signal.Signals(-code).name
+            raise RuntimeError(f'{self.job.name}: its process was killed by {signal_name}')
+        if code:
+            raise RuntimeError(f'{self.job.name}: its process ended with exit code {code}')
+
+
+def side_by_side(jobs, workers, threads, progress):
+    """ Does jobs in processes of their own, some at a time. Whatever ends one early ends all; they save first. """
+    waiting, alive = [*jobs], []
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or alive:
             while waiting and len(alive) < workers:
-                process = context.Process(target=alone, args=(threads, *waiting[0]))
-                listens = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: there, only training listens to it
-                process.start()
-                signal.signal(signal.SIGINT, listens)
-                alive[process.sentinel] = process, waiting.pop(0)
-            for sentinel in wait([*alive]):
-                process, (_, _, title, *_) = alive.pop(sentinel)
-                process.join()
-                if process.exitcode < 0:
-                    raise RuntimeError(f'{title}: its process was killed by {signal.Signals(-process.exitcode).name}')
-                if process.exitcode:  # it said why
-                    raise SystemExit(process.exitcode)
+                alive.append(Child(waiting.pop(0), threads))
+            wait([child.process.sentinel for child in alive], timeout=0.5)
+            for child in [*alive]:
+                ended = child.process.exitcode is not None  # asked first: what it sent last is read below
+                child.read(progress)
+                if ended:
+                    alive.remove(child)
+                    child.check()
+                    progress.finish(child.job.name, ending(child.job))
     except BaseException:
-        for process, _ in alive.values():
-            process.terminate()
-        for process, _ in alive.values():
-            process.join()
+        for child in alive:
+            child.process.terminate()
+        for child in alive:
+            child.process.join()
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_all(todo, cfg):
-    """ The results of todo, a list of (label, TrainConfig), in its order; equal runs are trained once. cfg: RunsConfig
+def forecast(jobs, meta, val_tokens):
+    """ What each job will take by itself, {name: (steps, seconds)}. One step of each kind of network is timed for it.
 
-    On a CPU several at a time, unless cfg.workers says otherwise: one small network cannot keep all cores busy.
+    An evaluation counts as its forward passes, each a third of a step. ValueError if a network does not fit in memory.
     """
-    data = load(cfg.dataset)[0]['sha256']
+    step_seconds, out = {}, {}
+    for job in jobs:
+        c = canonical(job.config)
+        device = pick_device(c.device)
+        model = c.model(c.vocab_size or meta['n_vocab'])
+        kind = repr((model, c.batch_size))
+        if kind not in step_seconds:
+            check_memory(model, c.batch_size, device)
+            bench = measure.Bench(model, c.batch_size, device, pick_dtype(c.dtype, device))
+            bench.step()  # the first is slower
+            step_seconds[kind] = measure.clock(bench.step, device)
+        steps = job.steps_left()
+        batches = math.ceil(val_tokens / (c.n_ctx * c.batch_size))  # of an evaluation
+        if c.eval_iters:
+            batches = min(batches, c.eval_iters)
+        evaluations = 1 + steps // c.eval_interval
+        passes = steps * c.gradient_accumulation_steps + evaluations * batches / 3
+        out[job.name] = steps, step_seconds[kind] * passes
+    return out
+
+
+def do_all(jobs, workers, threads, progress):
+    """ Does jobs, some at a time, each in a process of its own then. """
+    try:
+        if workers > 1:
+            side_by_side(jobs, workers, threads, progress)
+        else:
+            for job in jobs:
+                run(job, partial(progress.update, job.name))
+                progress.finish(job.name, ending(job))
+    finally:
+        progress.close()
+
+
+def run_all(todo, cfg):
+    """ The results of todo, a list of (label, TrainConfig), in its order; equal runs are trained once.
+
+    cfg: RunsConfig. On a CPU several are trained at a time, unless cfg.workers says otherwise: one small network cannot
+    keep all cores busy.
+    """
+    meta, tokens = load(cfg.dataset)
+    data = meta['sha256']
     start = cfg.init_from and checkpoint_file(cfg.init_from)
     files = [start] if os.path.isfile(start) else sorted(glob(os.path.join(cfg.init_from, '*'))) if start else []
     for path in filter(os.path.isfile, files):  # the checkpoint that is loaded, or all of a GPT-2's folder
@@ -189,20 +303,18 @@ def run_all(todo, cfg):
     folders = [os.path.join(cfg.out_dir, 'runs', f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}')
                for _, c in todo]
     unique = {folder: pair for folder, pair in zip(folders, todo, strict=True)}
-    new = [folder for folder in unique if cfg.overwrite or (result := kept(folder)) is None
-           or 'diverged' in result and not cfg.goes_on]
-    if len(new) < len(unique):
-        print(f'{len(unique) - len(new)} of {len(unique)} runs are kept from an earlier call')
-    (most, threads), calls = cfg.share, []
-    workers = min(most, len(new))
-    for i, folder in enumerate(new, 1):
-        (label, c), number = unique[folder], f'[{i}/{len(new)}] '
-        calls.append((c, folder, f'{number}{label}, seed {c.seed}', number if workers > 1 else '', cfg.goes_on))
-    if workers > 1:
-        side_by_side(calls, workers, threads)
-    else:
-        for call in calls:
-            run(*call)
+    jobs = []
+    for folder, (label, c) in unique.items():
+        result = None if cfg.overwrite else kept(folder)
+        if result is None or 'diverged' in result and not cfg.goes_on:
+            jobs.append(Job(f'{label}, seed {c.seed}', c, folder, cfg.goes_on))
+    if len(jobs) < len(unique):
+        print(f'{len(unique) - len(jobs)} of {len(unique)} runs are kept from an earlier call')
+    if jobs:
+        most, threads = cfg.share
+        workers = min(most, len(jobs))
+        progress = Progress(forecast(jobs, meta, len(tokens['val'])), workers)
+        do_all(jobs, workers, threads, progress)
     return [kept(folder) for folder in folders]
 
 

@@ -1,7 +1,9 @@
 """ compare.py: pairing, statistics, reuse of runs, the table, the pictures. """
+import io
 import json
 import os
 import statistics
+import sys
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 import compare
 import train as trainer
 from experiments import loss as L
-from experiments import measure, pictures, readme, runs
+from experiments import measure, pictures, progress, readme, runs
 from experiments.common import table
 
 TINY = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=4',
@@ -73,7 +75,7 @@ def test_finished_runs_are_kept_and_overwrite_redoes_them(done, monkeypatch, cap
     out, data = done
     args = [*BARE, '--seeds=2', '--modes=standard,full', f'--out_dir={out}']
     trained = []
-    monkeypatch.setattr(runs, 'train', lambda cfg, label: trained.append(cfg) or trainer.train(cfg))
+    monkeypatch.setattr(runs, 'train', lambda cfg, report: trained.append(cfg) or trainer.train(cfg))
     assert compare.main(args)['modes']['full']['final_loss'] == data['modes']['full']['final_loss'] and not trained
     assert '4 of 4 runs are kept from an earlier call' in capsys.readouterr().out
     compare.main([*args, '--overwrite'])
@@ -96,11 +98,12 @@ def test_a_damaged_result_is_told_again_by_its_checkpoint(damage, tmp_path):
 def test_other_weights_to_begin_with_are_another_run(tmp_path, monkeypatch):
     trained = []
 
-    def fake(cfg, label):
+    def fake(cfg, report):
         trained.append(cfg)
         os.makedirs(cfg.out_dir)
         return {'final_loss': 1.0, 'stopped': None}
     monkeypatch.setattr(runs, 'train', fake)
+    monkeypatch.setattr(runs, 'forecast', lambda jobs, meta, val_tokens: {job.name: (1, 1.0) for job in jobs})
     cfg = runs.RunsConfig(dataset='shakespeare_char', out_dir=str(tmp_path / 'out'), workers=1, device='cpu',
                           init_from=str(tmp_path / 'start'))
     (tmp_path / 'start').mkdir()
@@ -155,17 +158,116 @@ def test_costs_are_relative_to_the_base(done, monkeypatch):
     assert data['modes']['full']['cost']['ratio'] != 1.0
 
 
+SHORT = {'n_layer': 1, 'n_embd': 16, 'n_head': 2, 'n_ctx': 16, 'batch_size': 2, 'dataset': 'shakespeare_char',
+         'eval_iters': 3, 'device': 'cpu'}
+
+
+def record(step, loss=None, message=None, max_iters=10):
+    """ What train reports. """
+    return {'step': step, 'max_iters': max_iters, 'loss': loss, 'val_loss': None, 'message': message}
+
+
+class Screen(io.StringIO):
+    """ A terminal that keeps what was written to it. """
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, 'monotonic', lambda: now[0])
+    shown = progress.Progress({'a': (10, 50.0), 'b': (10, 150.0)}, 2)
+    assert capsys.readouterr().out == '2 runs, 2 at a time, 20 steps in all: about 2 minutes\n'
+    for step in range(1, 11):
+        now[0] += 10
+        shown.update('a', record(step, loss=3 - step / 10))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[0] == '3 of 20 steps, about 6 minutes left; loss: a 2.700'
+    shown.update('b', record(5, loss=1.5))  # half of it is done: 50 + 75 of 200 seconds took 100
+    assert shown.seconds_left() == pytest.approx(60)
+    shown.finish('a', 'final loss 2.0000')
+    shown.finish('b', 'final loss 1.0000')
+    assert capsys.readouterr().out.splitlines() == [
+        'a: final loss 2.0000 (1 of 2 runs done, about 60 seconds left)', 'b: final loss 1.0000 (2 of 2 runs done)']
+
+
+def test_progress_in_a_terminal_is_one_bar(monkeypatch, capsys):
+    screen = Screen()
+    monkeypatch.setattr(sys, 'stderr', screen)
+    shown = progress.Progress({'a': (10, 1.0), 'b': (10, 1.0)}, 1)
+    shown.bar.mininterval = shown.bar.miniters = 0
+    shown.update('a', record(4, loss=2.5))
+    shown.update('a', record(8, loss=2.25))
+    shown.close()
+    assert '40%' in screen.getvalue() and '8 of 20 steps' in screen.getvalue() and 'a 2.250' in screen.getvalue()
+    assert 'steps, about' not in capsys.readouterr().out.split('\n', 1)[1]
+
+
+def test_what_is_true_of_every_run_is_said_once(capsys):
+    shown = progress.Progress({'a': (10, 1.0), 'b': (10, 1.0)}, 1)
+    for name in 'ab':
+        for line in ('1 x cpu, float32', 'step     0: validation loss 4.1', '10 steps of 32 tokens in all, about 1 ms'):
+            shown.update(name, record(0, message=line))
+    assert capsys.readouterr().out.splitlines()[1:] == ['1 x cpu, float32']
+
+
+def test_a_resumed_run_counts_from_where_it_was(tmp_path):
+    shown = progress.Progress({'a': (4, 1.0)}, 1)
+    shown.update('a', record(6, message='resumed at step 6'))
+    assert shown.taken['a'] == 0
+    shown.update('a', record(8, loss=1.0))
+    assert shown.taken['a'] == 2
+
+
+def test_the_forecast_counts_steps_left_and_evaluations(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.measure, 'clock', lambda fn, device: 2.0)
+    config = trainer.TrainConfig(**SHORT, max_iters=100, eval_interval=50, gradient_accumulation_steps=3)
+    job = runs.Job('a', config, str(tmp_path))
+    assert runs.forecast([job], {'n_vocab': 65}, 10**6) == {'a': (100, 2.0 * (300 + 3 * 3 / 3))}
+    assert runs.forecast([job], {'n_vocab': 65}, 33)['a'][1] == 2.0 * (300 + 3 * 2 / 3)  # 2 batches hold the text
+    trainer.train(trainer.TrainConfig(**SHORT, max_iters=4, out_dir=str(tmp_path)), quiet=True)
+    assert runs.forecast([job], {'n_vocab': 65}, 10**6)['a'][0] == 96
+    assert runs.forecast([runs.Job('a', config, str(tmp_path / 'new'))], {'n_vocab': 65}, 10**6)['a'][0] == 100
+
+
+def test_a_network_too_large_is_refused_before_it_is_timed(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compare.main(['--n_embd=2000000', '--modes=standard', f'--out_dir={tmp_path}'])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and 'must fit into memory' in err and err.count('\n') == 1
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_report_to_one_display(tmp_path, capsys):
+    two = [a for a in BARE if not a.startswith('--workers')]
+    compare.main([*two, '--modes=standard,full', '--workers=2', f'--out_dir={tmp_path}'])
+    out = capsys.readouterr().out
+    assert out.index('2 runs, 2 at a time, 8 steps in all: about') < out.index('final loss')
+    for line in ('standard, seed 1337: final loss', 'full, seed 1337: final loss', '(2 of 2 runs done)'):
+        assert line in out
+
+
+def test_a_child_says_why_it_failed(tmp_path):
+    """ The parent raises the same kind of error, so the exit code and the one line are its own. """
+    (tmp_path / 'taken').write_text('')
+    child = runs.Child(runs.Job('a', trainer.TrainConfig(**SHORT), str(tmp_path / 'taken')), 1)
+    child.process.join()
+    child.read(None)
+    with pytest.raises(ValueError, match='must be a writable folder'):
+        child.check()
+
+
 def test_an_interrupted_run_continues(tmp_path, monkeypatch):
     args = [*BARE, '--modes=standard', f'--out_dir={tmp_path}']
 
-    def dies(cfg, label):
+    def dies(cfg, report):
         trainer.train(trainer.TrainConfig(**vars(cfg) | {'max_iters': cfg.max_iters}))
         raise KeyboardInterrupt
     monkeypatch.setattr(runs, 'train', dies)
     with pytest.raises(SystemExit):
         compare.main(args)
     resumed = []
-    monkeypatch.setattr(runs, 'train', lambda cfg, label: resumed.append(cfg.resume) or trainer.train(cfg))
+    monkeypatch.setattr(runs, 'train', lambda cfg, report: resumed.append(cfg.resume) or trainer.train(cfg))
     compare.main(args)
     assert resumed == [True]
 

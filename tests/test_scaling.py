@@ -17,7 +17,7 @@ C = np.array([1.0, 3.0, 10.0, 30.0])
 
 def fake(seen, loss):
     """ A train() that trains nothing and notes its calls. """
-    def train(cfg, label):
+    def train(cfg, report):
         seen.append(cfg)
         os.makedirs(cfg.out_dir)
         return {'final_loss': loss(cfg), 'stopped': None}
@@ -177,7 +177,7 @@ def test_bad_input_is_one_line(args, says, capsys):
 def test_equal_runs_are_trained_once_and_results_keep_their_order(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(runs, 'train', fake(seen, lambda c: c.seed))
-    cfg = RunsConfig(out_dir=str(tmp_path), workers=1)
+    cfg = RunsConfig(out_dir=str(tmp_path), workers=1, n_layer=1, n_embd=12, n_ctx=8)
     todo = [('a', cfg.plain(seed=2)), ('b', cfg.plain(seed=1)), ('c', cfg.plain(seed=2))]
     assert [r['final_loss'] for r in runs.run_all(todo, cfg)] == [2, 1, 2] and [c.seed for c in seen] == [2, 1]
 
