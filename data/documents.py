@@ -104,7 +104,7 @@ def tokenize(chunk, val_every):
     done, texts, place = chunk
     tok, out = GPT2Tokenizer(), {split: bytearray() for split in SPLITS}
     for i, text in enumerate(texts, done + 1):
-        ids = np.append(tok.encode(text), tok.end)
+        ids = np.concatenate([tok.encode(text), tok.end])
         out['train' if i % val_every else 'val'] += ids.astype('<u2').tobytes()
     return done + len(texts), place, out
 

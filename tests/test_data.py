@@ -80,17 +80,21 @@ def test_char_ids_are_the_places_in_chars():
     assert tok.encode('ab').tolist() == [1, 0] and tok.encode('').tolist() == []
 
 
-def test_char_names_the_first_unknown_character():
+def test_char_names_the_unknown_characters():
     with pytest.raises(ValueError, match=r"^character '\\t' \(U\+0009\) is none of the 3 known ones$"):
-        CharTokenizer('abc').encode('ab\tcé')
+        CharTokenizer('abc').encode('ab\tc')
     with pytest.raises(ValueError, match=r'U\+1F468'):
         CharTokenizer('abc').encode('\U0001f468')
+    with pytest.raises(ValueError, match=r"^2 characters, 'd' \(U\+0064\), 'é' \(U\+00E9\), are none of"):
+        CharTokenizer('abc').encode('aéd')
+    with pytest.raises(ValueError, match=r"^12 characters, .*'j' \(U\+006A\) and 2 more, are none of"):
+        CharTokenizer('x').encode('abcdefghijkl')
 
 
 def test_char_holds_65536_characters_and_no_more():
     chars = ''.join(map(chr, range(0x20000, 0x30001)))
     assert CharTokenizer(chars[:-1]).encode(chars[-2]).tolist() == [65535]
-    with pytest.raises(ValueError, match="tokenizer='char': 65,537 distinct .* use gpt2"):
+    with pytest.raises(ValueError, match="tokenizer='char': there are 65,537 distinct .* use gpt2"):
         CharTokenizer(chars)
 
 
@@ -141,8 +145,36 @@ def test_gpt2_pieces_make_no_difference(bpe, monkeypatch, seed):
     alphabet = "\n\n  \t\r\x1c\x1f\x85\xa0\u3000\u2028\u200b\ufeffaéB1'!s\U0001f468"
     for _ in range(100):
         s = ''.join(rng.choice(alphabet) for _ in range(50))
-        assert ''.join(T.pieces(s)) == s and max(map(len, T.pieces('ab ' * 9))) < 9
+        assert ''.join(T.pieces([s])) == s
         assert bpe.encode(s).tolist() == T.gpt2_bpe().encode_ordinary(s)
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_gpt2_stream_is_the_whole(bpe, monkeypatch, seed):
+    """ A text that comes in parts, with and without blanks, has the tokens of the text at once. """
+    rng = random.Random(seed)
+    monkeypatch.setattr(T, 'PIECE', 5)
+    some = ["\n \t\x1caé'1!中，。", "abé'", "ab中文'!s 1"][seed % 3]
+    for _ in range(100):
+        texts = [''.join(rng.choices(some, k=rng.randrange(20))) for _ in range(8)]
+        ids = np.concatenate([*T.encode_stream(bpe, texts)])
+        assert ids.tolist() == T.gpt2_bpe().encode_ordinary(''.join(texts))
+
+
+@pytest.mark.parametrize('word', ['ab ', 'ab,', '中文1'])
+def test_gpt2_pieces_are_short(word):
+    """ Texts without a blank are cut, too. """
+    assert max(map(len, T.pieces([word * 10**5] * 3))) < T.PIECE + 4
+
+
+def test_special_tokens_of_prompts(bpe):
+    """ Only with special=True is <|endoftext|> the one token; other tokenizers know it as text. """
+    s = '<|endoftext|>\n\nHello  <|endoftext|> world<|endoftext|>'
+    ids = T.gpt2_bpe().encode(s, allowed_special='all')
+    assert bpe.encode(s, special=True).tolist() == ids and ids.count(50256) == 3
+    assert bpe.encode('a', special=True).tolist() == bpe.encode('a').tolist()
+    for tok in (CharTokenizer.train(s), T.ByteTokenizer()):
+        assert tok.decode(tok.encode(s, special=True)) == s
 
 
 @pytest.mark.parametrize('s', ['\n' * 10**6 + 'x', 'x' + ' ' * 10**6 + '\x1cx', 'a\n' * 10 + '\n' * 10**6 + ' y'])
@@ -150,6 +182,7 @@ def test_gpt2_a_million_blanks(bpe, s):
     ids = bpe.encode(s)
     assert bpe.decode(ids) == s and len(ids) < 10**6 + 50
     assert bpe.encode('').tolist() == []
+    assert np.concatenate([*T.encode_stream(bpe, [s[:10**6], s[10**6:]])]).tolist() == ids.tolist()
 
 
 def fake_tiktoken(monkeypatch, get_encoding):
@@ -400,7 +433,7 @@ def test_processes_at_once(text, tmp_path):
     (b'a' * 100,         {'name': 'a\\b'}, r"name='a\\\\b': must be the plain name"),
     (b'a' * 100,         {'name': 'a' * 999}, r"name='a+': cannot write '.*' \(File name too long\)"),
     (b'a' * 100,         {'name': 'my text.txt'}, r"name='my text.txt': cannot write '.*' \(File exists\); make"),
-    (''.join(map(chr, range(0x20000, 0x30001))).encode(), {}, "tokenizer='char': 65,537 distinct characters"),
+    (''.join(map(chr, range(0x20000, 0x30001))).encode(), {}, "tokenizer='char': there are 65,537 distinct characters"),
 ])
 def test_refused(text, tmp_path, content, kwargs, message):
     path = text(content)
