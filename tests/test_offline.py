@@ -50,7 +50,7 @@ def compile_for(arch, kernel, width, kind, carry=True):
 
 def variants(arch, width, kind):
     """ All that is compiled for training any rule: {name: [registers, bytes of stack]}. """
-    import kernels
+    import triton_kernels as kernels
     return {'read': compile_for(arch, kernels._read_kernel, width, kind),
             'visit': compile_for(arch, kernels._visit_kernel, width, kind, carry=False),
             'visit with carry': compile_for(arch, kernels._visit_kernel, width, kind)}

@@ -8,8 +8,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
-BUDGETS = {'model.py': 380, 'kernels.py': 600, 'weights.py': 190, 'baselines.py': 320, 'train.py': 565,
-           'sample.py': 250, 'compare.py': 50, 'config/__init__.py': 125, 'data/prepare.py': 250, 'README.md': 200}
+BUDGETS = {
+    'model.py': 430,
+    'kernels.py': 390,
+    'triton_kernels.py': 150,
+    'weights.py': 190,
+    'baselines.py': 320,
+    'train.py': 565,
+    'sample.py': 250,
+    'compare.py': 50,
+    'config/__init__.py': 125,
+    'data/prepare.py': 250,
+    'README.md': 200,
+}
 
 
 def tracked():
@@ -36,8 +47,8 @@ def test_budget_of_experiments():
 
 
 def test_no_surprises_at_the_top():
-    known = {'model.py', 'kernels.py', 'weights.py', 'baselines.py', 'train.py', 'sample.py', 'compare.py', 'README.md',
-             'pyproject.toml', 'LICENSE', 'CITATION.cff', '.gitignore'}
+    known = {'model.py', 'kernels.py', 'triton_kernels.py', 'weights.py', 'baselines.py', 'train.py',
+             'sample.py', 'compare.py', 'README.md', 'pyproject.toml', 'LICENSE', 'CITATION.cff', '.gitignore'}
     assert {p.name for p in tracked() if p.parent == ROOT} <= known
 
 
@@ -75,7 +86,8 @@ def test_stair():
 
     One exception: three methods of GPT hand their call on to weights.py, which they import when they are called.
     """
-    order = ['config', 'data', 'kernels', 'model', 'weights', 'baselines', 'train', 'sample', 'experiments', 'compare']
+    order = ['config', 'data', 'triton_kernels', 'kernels', 'model', 'weights', 'baselines', 'train',
+             'sample', 'experiments', 'compare']
     for name in order:
         files = [ROOT / f'{name}.py'] if (ROOT / f'{name}.py').exists() else list((ROOT / name).glob('*.py'))
         for path in files:
