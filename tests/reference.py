@@ -170,3 +170,100 @@ def logits_and_loss(state_dict, cfg, idx, targets=None):
     h = layer_norm(h, p['transformer.ln_f.weight'], p.get('transformer.ln_f.bias'), cfg['norm_eps'])
     logits = h @ wte.T  # the head is the embedding
     return logits, None if targets is None else cross_entropy(logits, targets)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the ablations of the AttnRes paper (its Table 4): oracle(embedding, sublayers, u, eps) -> what the final norm reads.
+# u: query * key gain, a row for each read. A token, a source, a head at a time.
+
+def by_token(h, sublayers, sources, weigh):
+    """every read made anew from its sources: h_l = sum_i alpha_i v_i, token by token
+
+    sources(l, outputs) -> the list of (B, T, D) that read l sees; weigh(l, its rows for one token) -> their weights,
+    or a list of weights for each of D channels
+    """
+    embedding, outputs = h.double(), []
+
+    def read(l):
+        seen = sources(l, embedding, outputs)
+        rows = []
+        for b in range(h.shape[0]):
+            tokens = []
+            for t in range(h.shape[1]):
+                v = [s[b, t] for s in seen]
+                alpha = weigh(l, v)
+                tokens.append(sum(a * x for a, x in zip(alpha, v, strict=True)))
+            rows.append(torch.stack(tokens))
+        return torch.stack(rows)
+
+    for l, f in enumerate(sublayers):
+        outputs.append(f(read(l)))
+    return read(len(sublayers))
+
+
+def all_outputs(l, embedding, outputs):
+    return [embedding] + outputs[:l]
+
+
+def unit_key(v, eps):
+    return v / torch.sqrt((v * v).sum() / len(v) + eps)
+
+
+def no_key_norm(h, sublayers, u, eps):
+    """alpha_i = exp(u_l . v_i) / sum_j exp(u_l . v_j)"""
+    def weigh(l, v):
+        return softmax([(u[l] * x).sum() for x in v])
+
+    return by_token(h, sublayers, all_outputs, weigh)
+
+
+def sigmoid_weights(h, sublayers, u, eps):
+    """alpha_i = 1 / (1 + exp(-u_l . RMSNorm(v_i)))"""
+    def weigh(l, v):
+        return [1 / (1 + torch.exp(-(u[l] * unit_key(x, eps)).sum())) for x in v]
+
+    return by_token(h, sublayers, all_outputs, weigh)
+
+
+def input_query(h, sublayers, u, eps):
+    """alpha_i = softmax_i(q . RMSNorm(v_i)), q_a = sum_b W_ab RMSNorm(newest source)_b; u[l] = W (D, D)"""
+    def weigh(l, v):
+        newest = unit_key(v[-1], eps)
+        q = [sum(u[l][a, b] * newest[b] for b in range(len(newest))) for a in range(len(newest))]
+        scores = []
+        for x in v:
+            key = unit_key(x, eps)
+            scores.append(sum(q[a] * key[a] for a in range(len(q))))
+        return softmax(scores)
+
+    return by_token(h, sublayers, all_outputs, weigh)
+
+
+def heads(h, sublayers, u, eps, H, S):
+    """depth attention over residual blocks of S, for each of H groups of channels apart; keys are normed by group"""
+    L, size = len(sublayers), h.shape[-1] // H
+
+    def sources(l, embedding, outputs):
+        return sources_at(l, embedding, outputs, S, L)
+
+    def weigh(l, v):
+        channels = [[] for _ in v]
+        for k in range(H):
+            group = slice(k * size, (k + 1) * size)
+            alpha = softmax([(u[l][group] * unit_key(x[group], eps)).sum() for x in v])
+            for i in range(len(v)):
+                channels[i] += [alpha[i]] * size
+        return [torch.stack(c) for c in channels]
+
+    return by_token(h, sublayers, sources, weigh)
+
+
+def window(h, sublayers, u, eps, size):
+    """AttnRes over the embedding and the last `size` outputs"""
+    def sources(l, embedding, outputs):
+        return [embedding] + [outputs[i] for i in range(max(0, l - size), l)]
+
+    def weigh(l, v):
+        return softmax([(u[l] * unit_key(x, eps)).sum() for x in v])
+
+    return by_token(h, sublayers, sources, weigh)

@@ -10,12 +10,17 @@ from model import GPT, RESIDUALS, Cache, GPTConfig
 
 V, D, T = 11, 8, 5
 N = baselines.STREAMS
-RULES = ['static', 'denseformer', 'hc', 'mhc', 'highway', 'ddl']
-PLAIN = ['static', 'denseformer', 'hc']  # start as the plain residual
+ABLATIONS = ['no_key_norm', 'sigmoid', 'input_query', 'heads', 'window']  # drive the sources of AttnRes
+OWN_SOURCES = ABLATIONS[:-1]  # and have a class of their own for them
+OTHERS = ['static', 'denseformer', 'hc', 'mhc', 'highway', 'ddl']
+RULES = ABLATIONS + OTHERS
+PLAIN = [*ABLATIONS, 'static', 'denseformer', 'hc']  # start as the plain residual
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*computes something else than the kernels')
 
 
 def build(rule, n_layer=3, dtype=torch.float64, **keys):
-    keys = dict(n_ctx=7, vocab_size=V, n_head=2, n_embd=D, norm_eps=0.02, kernel='reference') | keys
+    keys = dict(n_ctx=7, vocab_size=V, n_head=2, n_embd=D, norm_eps=0.02, kernel='reference', residual_blocks=2) | keys
     return GPT(GPTConfig(n_layer=n_layer, residual=rule, **keys)).to(dtype)
 
 
@@ -23,7 +28,7 @@ def randomise(model, scale=0.5):
     """Gives every parameter a random value that matters, gains around 1. -> model"""
     with torch.no_grad():
         for name, p in model.named_parameters():
-            unit = name.endswith(('ln_1.weight', 'ln_2.weight', 'ln_f.weight', 'residual.gain'))
+            unit = name.endswith(('ln_1.weight', 'ln_2.weight', 'ln_f.weight', 'residual.gain', 'residual.key_gain'))
             p.copy_(torch.randn(p.shape, dtype=torch.float64) * scale + unit)
     return model
 
@@ -152,15 +157,28 @@ def ddl(v0, fs, p, eps):
     return x
 
 
-ORACLES = {'static': static, 'denseformer': denseformer, 'hc': hc, 'mhc': mhc, 'highway': highway, 'ddl': ddl}
+def ablation(oracle, **keys):
+    """An oracle of reference.py in the shape of those above."""
+    def run(v0, fs, p, eps):
+        return oracle(v0, fs, p['query'] * p['key_gain'], eps, **keys)
+    return run
+
+
+def heads(v0, fs, p, eps):
+    return ablation(reference.heads, H=baselines.HEADS, S=len(fs) // 2)(v0, fs, p, eps)  # residual_blocks=2
+
+
+ORACLES = {'no_key_norm': ablation(reference.no_key_norm), 'sigmoid': ablation(reference.sigmoid_weights),
+           'input_query': ablation(reference.input_query), 'heads': heads,
+           'window': ablation(reference.window, size=8),
+           'static': static, 'denseformer': denseformer, 'hc': hc, 'mhc': mhc, 'highway': highway, 'ddl': ddl}
 
 
 def test_every_registered_rule_has_an_oracle():
     assert set(RULES) == set(ORACLES) == set(RESIDUALS) - {'standard', 'full', 'block'}
 
 
-@pytest.mark.parametrize('n_layer', [1, 3])
-@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('rule, n_layer', [*((rule, n) for rule in RULES for n in (1, 3)), ('window', 6)])
 def test_logits_and_all_gradients_equal_the_oracle(rule, n_layer):
     model = randomise(build(rule, n_layer))
     idx, targets = tokens(), tokens()
@@ -199,13 +217,70 @@ def test_starts_as_the_plain_residual(rule):
     assert all(close(grads[1][name], g, 1e-11) for name, g in grads[0].items())
 
 
-@pytest.mark.parametrize('rule', ['mhc', 'highway', 'ddl'])
-def test_the_others_do_not(rule):
+@pytest.mark.parametrize('rule, n_layer', [('mhc', 3), ('highway', 3), ('ddl', 3), ('window', 5)])
+def test_the_others_do_not(rule, n_layer):
     idx, logits = tokens(), []
     for mode in ('standard', rule):
         torch.manual_seed(3)
-        logits.append(build(mode, norm_eps=0.0)(idx)[0])
-    assert not close(logits[1], logits[0], 1e-3)
+        logits.append(build(mode, n_layer, norm_eps=0.0)(idx)[0])
+    assert not close(logits[1], logits[0], 1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the ablations as rules that drive sources
+
+@pytest.mark.parametrize('rule', OWN_SOURCES)
+def test_own_sources_run_as_they_are_written(rule):
+    """auto takes the plain path and says so; the kernels, which compute something else, are refused."""
+    with pytest.warns(UserWarning, match='computes something else than the kernels'):
+        assert build(rule, kernel='auto').residual.kernel == 'reference'
+    with pytest.raises(ValueError, match="kernel='torch'"):
+        build(rule, kernel='torch')
+
+
+def test_the_window_runs_on_the_kernels():
+    idx, targets, seen = tokens(), tokens(), []
+    for kernel in ('reference', 'torch'):
+        torch.manual_seed(3)
+        model = randomise(build('window', 6, kernel=kernel))
+        loss = model(idx, targets)[1]
+        loss.backward()
+        seen.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert build('window', kernel='auto').residual.kernel == 'auto'
+    assert all(close(b, a) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize('rule, n_layer, counts', [
+    ('window', 6, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]),  # 1 + 8 at most
+    ('heads', 3, [1, 2, 2, 2, 3, 3, 3]),  # two residual blocks of three
+    ('sigmoid', 2, [1, 2, 3, 4, 5]),
+    ('no_key_norm', 2, [1, 2, 3, 4, 5]),
+    ('input_query', 2, [1, 2, 3, 4, 5]),
+])
+def test_weights_can_be_watched(rule, n_layer, counts):
+    """on_read is called for each read in order with (n, B, T): weights that sum to 1, or a sigmoid's."""
+    model, seen = randomise(build(rule, n_layer)), []
+    model.residual.on_read = lambda l, alpha: seen.append((l, alpha))
+    model(tokens())
+    assert [l for l, _ in seen] == list(range(2 * n_layer + 1))
+    assert [alpha.shape for _, alpha in seen] == [(n, 2, T) for n in counts]
+    for _, alpha in seen:
+        assert not alpha.requires_grad and alpha.min() >= 0 and alpha.max() <= 1
+        assert ((alpha.sum(0) - 1).abs().max() < 1e-12) == (rule != 'sigmoid')
+
+
+@pytest.mark.parametrize('rule', ABLATIONS)
+def test_an_ablation_is_not_what_it_was_made_from(rule):
+    """The same weights, Full or Block in place of the rule: other logits."""
+    idx, parent = tokens(), 'block' if rule == 'heads' else 'full'
+    model = randomise(build(rule, 6))
+    state = model.state_dict()
+    if rule == 'input_query':  # the query that its matrix makes of (1, 1, ...)
+        state['residual.query'] = state['residual.query'].sum(-1)
+        state['residual.key_gain'] = state['residual.key_gain'].expand(-1, -1, D).diagonal(dim1=1, dim2=2)
+    other = build(parent, 6)
+    other.load_state_dict(state)
+    assert not close(model(idx)[0], other(idx)[0], 1e-3)
 
 
 def run(rule, v0, ys, **keys):
@@ -274,6 +349,21 @@ def test_draws_nothing(rule):
         == {name for name, _ in model.named_parameters() if name.startswith('residual.')} != set()
 
 
+def test_names_and_shapes_of_parameters_stay():
+    """Checkpoints of these rules exist: L = 6, D = 8, n = 4."""
+    expected = {
+        'static': {'logit': (7, 7)},
+        'denseformer': {'weight': (3, 4)},
+        'highway': {'gate': (6, 8), 'bias': (6,)},
+        'hc': {'static_m': (6, 4), 'static_r': (6, 4, 4), 'static_b': (6, 4), 'dynamic': (6, 8, 6), 'scale': (6, 2)},
+        'mhc': {'phi': (6, 32, 24), 'gain': (6, 32), 'gate': (6, 3), 'pre': (6, 4), 'post': (6, 4), 'res': (6, 4, 4)},
+        'ddl': {'beta': (6, 8), 'value': (6, 8), 'bias': (6, 2)},
+        'input_query': {'query': (7, 8, 8), 'key_gain': (7, 8, 1)},
+    } | {rule: {'query': (7, 8), 'key_gain': (7, 8)} for rule in ABLATIONS if rule != 'input_query'}
+    for rule in RULES:
+        assert {name: tuple(p.shape) for name, p in build(rule).residual.named_parameters()} == expected[rule], rule
+
+
 @pytest.mark.parametrize('rule', RULES)
 def test_nothing_of_a_rule_is_decayed(rule):
     model = build(rule)
@@ -328,7 +418,7 @@ def test_trains_under_autocast(rule):
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('rule', OTHERS)
 def test_the_stream_stays_float32_under_autocast(rule):
     """Sublayers that put out nothing: what they read is the embedding, mixed, and is not rounded to bfloat16."""
     residual, h, reads = build(rule, dtype=torch.float32).residual, torch.randn(2, T, D), ([], [])
