@@ -33,6 +33,14 @@ def seed():
     torch.set_num_threads(1)  # experiments change it
 
 
+@pytest.fixture
+def nan_in_new_memory():
+    """torch.empty is full of NaN, so a number that nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope='session')
 def bpe():
     """GPT-2's tokenizer, where its files are at hand."""
