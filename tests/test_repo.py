@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {
     'model.py': 430,
-    'kernels.py': 390,
+    'kernels.py': 410,
     'triton_kernels.py': 150,
     'weights.py': 190,
     'baselines.py': 370,
