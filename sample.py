@@ -144,7 +144,7 @@ class Sampler:
         if text is None:
             text = default_start(tok)
         try:
-            ids = tok.encode(text).tolist()
+            ids = tok.encode(text, special=True).tolist()
         except ValueError as e:
             raise ValueError(f'start={configuration.brief.repr(text)}: {e}') from e
         idx = torch.tensor([ids] * cfg.num_samples, device=self.device)

@@ -199,6 +199,10 @@ def test_samples_with_the_tokenizer_of_gpt2(tmp_path, bpe, capsys):
     cfg = sample.SampleConfig(init_from=str(tmp_path), residual='full', device='cpu')
     sampler = sample.Sampler(cfg)
     assert sampler.tokenizer.kind == 'gpt2' and sampler.model.config.residual == 'full'
+    read = []
+    sampler.model.stream = lambda idx, *how: read.extend(idx[0].tolist()) or []
+    sampler('<|endoftext|>Hello')
+    assert read == [50256, 15496]  # one token, not the seven of its letters
 
 
 def test_another_vocabulary_is_not_sampled(pretrained, capsys):
