@@ -1,31 +1,40 @@
 """
 The sources at full speed: what model.Sources computes, for any rule that drives them.
 
-Read l mixes the present sources v_i of one token by w_l = pseudo-query * key gain:
+Read l mixes the sources v_i that exist at that time, token by token. With w_l = pseudo-query * key
+gain,
 
     z_il = r_i (v_i . w_l),   r_i = 1 / rms(v_i)
     alpha_il = exp(z_il - lse_l),   lse_l = log sum_i exp(z_il)
     h_l = sum_i alpha_il v_i
 
-The arithmetic is trifling. What costs is moving rows of D numbers, and plain autograd moves too
-many: for every source it adds up, in memory, what each of its reads has to say. Here the backward
-goes by source and not by read. When it reaches source i, the gradient dh_l of every later read is
-known, and one visit finds all there is to know:
+The arithmetic is trifling. What costs is moving rows of D numbers. Plain autograd computes, for
+every source and every read of it, a gradient as large as the source, and adds these up in memory.
+Here the gradient of a source is computed once, when the gradients of all its reads are known. Call
+that a *visit*:
 
-    delta_l = dh_l . h_l                                    one number for a token
-    dz_il   = alpha_il (dh_l . v_i - delta_l)               back through the softmax
-    dv_i    = sum_l (alpha_il dh_l + dz_il r_i w_l) - v_i r_i^2 / D sum_l dz_il z_il
+    delta_l = dh_l . h_l                                      one number for a token
+    dz_il   = alpha_il (dh_l . v_i - delta_l)                 back through the softmax
+    dv_i    = sum_l (alpha_il dh_l + dz_il r_i w_l)  -  (r_i^2 / D  sum_l dz_il z_il) v_i
     dw_l    = sum_i dz_il r_i v_i
 
-How does dh_l get to source i? The steps of a forward pass form a chain in autograd's graph, and a
-*tape* runs through it: tensors without content in the forward, whose gradients are what the
-backward has gathered so far.
+The last term of dv_i is the derivative of r_i.
+
+How does a visit get dh_l? Each *step* of a forward pass (a new source and the read after it) is an
+autograd.Function. It takes some dummy tensors from the step before and hands new ones to the step
+after: the *tape*. Nobody ever reads their values. But autograd runs the steps backwards, and what a
+step returns as the gradient of a dummy is handed to the step before it. So a step finds there what
+all later steps have put down: dh, lse and delta of their reads, and the sum dw so far.
+
+    forward    step 0  ->  step 1  ->  step 2       dummies
+    backward   step 0  <-  step 1  <-  step 2       dh, lse, delta, dw
 
 PyTorch does the arithmetic below, on any device; triton_kernels.py does it on CUDA. T is the number
 of tokens (all leading dimensions together), D the width, R the number of reads.
 """
 import functools
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +42,7 @@ from torch import Tensor
 import triton_kernels
 
 KERNELS = ('auto', 'reference', 'torch', 'triton')
-NONE = -1  # in place of the number of a row or a read: there is none
+NONE = -1  # the number of a row or of a read that is not there (custom operations take no None)
 
 
 def choose(kernel, h):
@@ -48,19 +57,20 @@ def choose(kernel, h):
     return kernel
 
 
-def sources(kernel, plain, w, eps, h):
-    """ New sources for tensors like h. w (R, D): pseudo-query * key gain of each read. """
+def new_sources(kernel, plain, w, eps, h):
+    """ Empty sources for tensors like h. w (R, D); plain: model.Sources, or a rule's own class. """
     path = choose(kernel, h)
     if path == 'reference':
         return plain(w, eps)
-    decoding = h.numel() == h.size(-1) and not torch.is_grad_enabled()
-    if path == 'torch' and decoding and not torch.is_autocast_enabled(h.device.type):
+    one_token = h.numel() == h.size(-1)
+    no_graph = not torch.is_grad_enabled()
+    if path == 'torch' and one_token and no_graph and not torch.is_autocast_enabled(h.device.type):
         return OneToken(w, eps)
-    return Sources(w, eps, path)
+    return FastSources(w, eps, path)
 
 
-def for_sources(kernel, plain):
-    """ kernel, or 'reference' if the class `plain` computes something else than the kernels here.
+def checked_kernel(kernel, plain):
+    """ kernel, or 'reference' if the class `plain` computes something else than the kernels do.
 
     So whoever edits model.Sources, or gives a rule sources of its own, gets what they wrote.
     """
@@ -78,24 +88,26 @@ def for_sources(kernel, plain):
 def same_function(plain):
     """ Whether sources of the class `plain` compute what those here do.
 
-    A subclass is meant to be different. A class with verbs of its own needs its own objects.
+    A subclass is taken to be different, and so is a class with verbs that are not known here.
     """
     verbs = {name for name in vars(plain) if not name.startswith('_')}
-    if plain.__bases__ != (object,) or not verbs <= {*dir(Sources), 'score'}:
+    if plain.__bases__ != (object,) or not verbs <= {*dir(FastSources), 'score'}:
         return False
-    return example_agrees(plain, *filter(callable, vars(plain).values()))
+    functions = [value for value in vars(plain).values() if callable(value)]
+    return same_on_an_example(plain, *functions)
 
 
 @functools.cache
-def example_agrees(plain, *functions):
-    """ The same, found out by an example: anew if one of the functions of `plain` was replaced. """
+def same_on_an_example(plain, *functions):
+    """ Compares weights, reads and gradients. `functions` make it look again after a change. """
     R, D = 12, 3
-    numbers = torch.arange(R * (2 * D + D), dtype=torch.float64, device='cpu').sin()
+    numbers = torch.arange(3 * R * D, dtype=torch.float64, device='cpu').sin().view(3 * R, D)
+    sharper = torch.linspace(0.2, 20, R, dtype=torch.float64, device='cpu').unsqueeze(1)
 
-    def example(new_sources):
-        w = numbers[:R * D].view(R, D).clone().requires_grad_()
-        ys = [y.clone().requires_grad_() for y in numbers[R * D:].view(R, 1, 2, D)]
-        v, out = new_sources(w, 0.1), []
+    def example(sources):
+        w = (numbers[:R] * sharper).requires_grad_()
+        ys = [y.clone().requires_grad_() for y in numbers[R:].view(R, 1, 2, D)]
+        v, weights, reads = sources(w, 0.1), [], []
         for l, y in enumerate(ys):
             if l in (2, 3):
                 v.add(y)
@@ -103,31 +115,50 @@ def example_agrees(plain, *functions):
                 v.push(y)
             if l == 9:
                 v.drop(1)
-            out += [v.weights(l).detach(), v.read(l)]
-        loss = sum((h * h.detach().cos()).sum() for h in out[1::2])
-        return [*out, *torch.autograd.grad(loss, [w, *ys])]
+            weights.append(v.weights(l).detach())
+            reads.append(v.read(l))
+        loss = sum(h.square().sum() for h in reads)
+        return [*weights, *reads, *torch.autograd.grad(loss, [w, *ys])]
 
     with torch.enable_grad():
-        ours, theirs = example(functools.partial(Sources, path='torch')), example(plain)
-    pairs = zip(ours, theirs, strict=True)
-    return all(a.shape == b.shape and torch.allclose(a, b) for a, b in pairs)
+        ours = example(functools.partial(FastSources, path='torch'))
+        try:
+            theirs = example(plain)
+            return all(map(torch.allclose, ours, theirs))
+        except (RuntimeError, TypeError, ValueError, AttributeError):  # made for other tensors
+            return False
 
 
 # -----------------------------------------------------------------------------
-# The chain. A step of it writes a row and takes the read that follows. Either may be missing.
+# The chain of steps.
 
-class Sources:
-    """ The sources of model.Sources. Reads come in ascending order, each once.
+class Step(NamedTuple):
+    """ What a step does: it writes a row, if there is one to write, and takes a read, if asked. """
+    row: int  # the row to write
+    base: int  # the row that it adds to
+    read: int
+    first: int  # the first read that can see the row
+    live: tuple  # the rows that the read sees
+    n_ended: int  # how many rows no read sees from now on
+    eps: float
+    triton: bool
+    shape: tuple  # of the sources and of h, (..., D)
 
-    A row is one state of a source. push writes a row, and so does add, because the backward pass
-    still needs the sum as it was before. `live` lists the rows that a read sees, the oldest first.
+
+class FastSources:
+    """ The sources of model.Sources. Reads come in ascending order, each once; gaps are allowed.
+
+    v is a buffer of rows. push writes a row, and so does add: the backward pass still needs the sum
+    as it was before. A row is written together with the next read, to be one launch on a GPU.
     """
     def __init__(self, w, eps, path):
         self.w, self.eps, self.triton = w, eps, path == 'triton'
-        self.live, self.n_rows, self.next_read, self.on_read = [], 0, 0, None
-        self.waiting = None  # a row that is not written yet: (y, the row that y is added to)
+        self.on_read = None
+        self.live = []  # the rows that a read sees, the oldest first
         self.ended = []  # rows that no read sees from now on
-        self.handles = {}  # row -> two tensors, whose gradients will tell what came after the row
+        self.waiting = None  # the row that is not written yet: (y, the row that y is added to)
+        self.n_rows = self.next_read = 0
+        self.dummies = {}  # row -> two dummies like those of the tape, for what comes after the row
 
     def __len__(self):
         return len(self.live)
@@ -169,7 +200,7 @@ class Sources:
         elif y.shape != self.shape:
             raise ValueError(f'a source of shape {tuple(y.shape)}: must be {tuple(self.shape)}, '
                              'like the first one')
-        elif self.n_rows == len(self.v):  # more rows than a rule usually needs
+        elif self.n_rows == len(self.v):  # earlier steps keep the smaller buffer
             self.v = torch.cat([self.v, torch.empty_like(self.v)])
             self.scores = torch.cat([self.scores, torch.empty_like(self.scores)])
         self.waiting = y, base
@@ -179,11 +210,13 @@ class Sources:
         R, D = self.w.shape
         T = h.numel() // D
         self.shape = h.shape
-        self.v = h.new_empty(R, T, D)
-        self.scores = self.w.new_empty(0 if self.triton else R, R, T)  # [row, read], for PyTorch
-        zero, wide_zero = h.new_zeros(()), self.w.new_zeros(())
-        self.tape = (zero.expand(R, T, D), wide_zero.expand(2, R, T), wide_zero.expand(R, D),
-                     torch.zeros(()))
+        self.v = h.new_empty(R, T, D)  # a rule usually makes as many rows as it reads
+        n = 0 if self.triton else R
+        self.scores = self.w.new_empty(n, R, T)  # z of [row, read]
+        # Autograd wants the dummies' shapes and dtypes; expand gives them without memory.
+        zero, w_zero = h.new_zeros(()), self.w.new_zeros(())
+        self.tape = [zero.expand(R, T, D), w_zero.expand(2, R, T), w_zero.expand(R, D),
+                     torch.zeros(())]
 
     def _write(self):
         if self.waiting:
@@ -192,67 +225,76 @@ class Sources:
     def _step(self, l):
         y, base = self.waiting or (None, NONE)
         row = NONE if y is None else self.n_rows - 1
-        base_carry = None if base == NONE else self.handles[base][1]
-        ended = [self.handles[i][0] for i in self.ended]
-        plan = (row, base, l, self.next_read, tuple(self.live), len(ended), self.eps, self.triton,
-                self.shape)
-        h, missed, carry, *self.tape = _Step.apply(plan, self.v, self.scores, y, self.w, base_carry,
-                                                   *ended, *self.tape)
-        self.handles[row] = missed, carry
+        step = Step(row, base, l, self.next_read, tuple(self.live), len(self.ended), self.eps,
+                    self.triton, self.shape)
+        carry = None if base == NONE else self.dummies[base][1]
+        missed = [self.dummies[i][0] for i in self.ended]
+        out = _Step.apply(step, self.v, self.scores, y, self.w, carry, *missed, *self.tape)
+        h, *of_row, self.tape = *out[:3], out[3:]
+        if row != NONE:
+            self.dummies[row] = of_row
         self.waiting, self.ended = None, []
         return h
 
 
 class _Step(torch.autograd.Function):
-    """ Writes y (..., D) as a row of v (rows, T, D) and returns h_l (..., D).
+    """ Writes y (..., D) as a row of v (rows, T, D) and returns h_l (..., D). See Step.
 
-    The gradients of the tape, from the last step to the first:
-        dh (R, T, D)        of the reads so far
-        stats (2, R, T)     lse and delta of these reads
+    In the backward the tape holds:
+        dh (R, T, D)        the gradients of the reads so far, that is, of this read and later ones
+        stats (2, R, T)     their lse and delta
         dw (R, D)           the sum so far
         skipped ()          how many of the last reads take no part in this backward pass
-    The gradients of a row's two handles, from the steps that came after it:
-        missed ()           how many reads did not see the row because it had ended
-        carry (T, D)        the gradient of the row that was made from it by adding to it
-    Each of these is 0 where nothing is known, since autograd may turn no gradient into zeros.
+    and the row's two dummies:
+        missed ()           how many of the last reads did not see the row, because it had ended
+        carry (T, D)        the gradient of the row that was made by adding to this one
+    Under torch.compile a gradient that is not there arrives as zeros, so 0 must mean nothing. This
+    is why reads are counted from the last one.
     """
     @staticmethod
-    def forward(ctx, plan, v, scores, y, w, base_carry, *ended_and_tape):
-        row, base, l, first, live, n_ended, eps, use_triton, shape = plan
-        run = _forward_op if torch.compiler.is_compiling() else _forward
+    def forward(ctx, step, v, scores, y, w, base_carry, *ended_and_tape):
         y_flat = None if y is None else y.reshape(v[0].shape)
+        run = _forward_op if torch.compiler.is_compiling() else _forward  # the op costs a little
         with torch.autocast(v.device.type, enabled=False):
-            h, lse = run(v, scores, y_flat, w, live, row, base, l, eps, use_triton)
+            h, lse = run(v, scores, y_flat, w, step.live, step.row, step.base, step.read, step.eps,
+                         step.triton)
         ctx.save_for_backward(h, lse, w)
+        ctx.v = v  # not saved, since later steps write other rows of it; this one stays as it is
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.v, ctx.y_dtype = plan, v, v.dtype if y is None else y.dtype
+        ctx.step, ctx.y_dtype = step, v.dtype if y is None else y.dtype
         missed, carry = torch.zeros(()), v.new_zeros(()).expand(v[0].shape)
-        tape = [t.detach() for t in ended_and_tape[n_ended:]]
-        return None if l == NONE else h.view(shape), missed, carry, *tape
+        tape = [t.detach() for t in ended_and_tape[step.n_ended:]]
+        return None if step.read == NONE else h.view(step.shape), missed, carry, *tape
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh_l, missed, carry, dh, stats, dw, skipped):
-        (h, lse, w), v = ctx.saved_tensors, ctx.v
-        row, base, l, first, live, n_ended, eps, use_triton, shape = ctx.plan
+        (h, lse, w), v, step = ctx.saved_tensors, ctx.v, ctx.step
         R, T, D = len(w), *v[0].shape
-        compiling = torch.compiler.is_compiling()
-        if not (compiling or torch._C._autograd._get_current_graph_task_keep_graph()):
-            ctx.v = None  # the graph is not retained: the rows may go
-        if dh is None:  # this backward pass begins here
+        if not graph_is_retained():
+            ctx.v = None
+        if dh is None:  # no later step has a gradient: this backward pass begins here
             dh, stats, dw = v.new_empty(R, T, D), w.new_empty(2, R, T), torch.zeros_like(w)
-            skipped = torch.tensor(float(R - max(first, l + 1)))
-        if l != NONE:
+            n_reads = step.first if step.read == NONE else step.read + 1
+            skipped = torch.tensor(float(R - n_reads))
+        if step.read != NONE:
             dh_l = torch.zeros_like(h) if dh_l is None else dh_l.reshape(T, D)
-        run = _backward_op if compiling else _backward
+        run = _backward_op if torch.compiler.is_compiling() else _backward
         with torch.autocast(v.device.type, enabled=False):
-            dv = run(v, dh_l, h, lse, w, carry, missed, skipped, dh, stats, dw, row, l, first, eps,
-                     use_triton)
-        dy = None if row == NONE else dv.view(shape).to(ctx.y_dtype)
-        whole_dw = dw if row == 0 else None
-        base_carry = None if base == NONE else dv
-        ended = [torch.tensor(float(R - first))] * n_ended
-        return None, None, None, dy, whole_dw, base_carry, *ended, dh, stats, dw, skipped
+            dv = run(v, dh_l, h, lse, w, carry, missed, skipped, dh, stats, dw, step.row, step.read,
+                     step.first, step.eps, step.triton)
+        dy = None if step.row == NONE else dv.view(step.shape).to(ctx.y_dtype)
+        all_of_dw = dw if step.row == 0 else None  # row 0 comes last
+        base_carry = None if step.base == NONE else dv
+        ended = [torch.tensor(float(R - step.first))] * step.n_ended  # their `missed`
+        return None, None, None, dy, all_of_dw, base_carry, *ended, dh, stats, dw, skipped
+
+
+def graph_is_retained():
+    """ Whether this backward pass may be followed by another one over the same graph. """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _forward(v: Tensor, scores: Tensor, y: Tensor | None, w: Tensor, live: list[int], row: int,
@@ -268,8 +310,8 @@ def _forward(v: Tensor, scores: Tensor, y: Tensor | None, w: Tensor, live: list[
         if not use_triton:  # queries do not depend on the input: one product serves all reads
             scores[row] = _score(v[row], w, eps)[0]
     if l == NONE:
-        return v.new_empty(0), w.new_empty(0)
-    if use_triton:  # a read without a new row is rare
+        return torch.empty_like(v[0]), w.new_empty(v.size(1))
+    if use_triton:  # a second read in a row, which few rules have
         return _torch_read(v, torch.cat([_score(v[i], w[l:l + 1], eps)[0] for i in live]), live)
     return _torch_read(v, scores[live, l], live)
 
@@ -279,21 +321,22 @@ def _backward(v: Tensor, dh_l: Tensor | None, h: Tensor, lse: Tensor, w: Tensor,
               stats: Tensor, dw: Tensor, row: int, l: int, first: int, eps: float,
               use_triton: bool) -> Tensor:
     """ Puts dh_l on the tape. Returns the gradient of the row, (T, D), and adds its part to dw. """
+    # The row was seen by reads first .. last - 1: until it ended, or this backward pass begins.
     last = len(w) - max(int(skipped), 0 if missed is None else int(missed))
-    if l > first:  # reads that were left out
+    if l > first:  # reads that the rule has left out weigh nothing
         dh[first:l] = stats[1, first:l] = 0
         stats[0, first:l] = torch.inf
     if use_triton and row != NONE and l != NONE:
-        return triton_kernels.visit(v[row], dh_l, h, lse, w, carry, dh, stats, dw, l, last,
-                                    eps)
+        return triton_kernels.visit(v[row], dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps)
     if l != NONE:
         dh[l].copy_(dh_l)
         stats[0, l].copy_(lse)
         torch.sum(dh_l * h, -1, dtype=w.dtype, out=stats[1, l])
     if row == NONE:
-        return h.new_empty(0)
-    reads = slice(first, last)  # those that saw the row
-    return _torch_visit(v[row], w[reads], carry, dh[reads], *stats[:, reads], dw[reads], eps)
+        return torch.empty_like(v[0])
+    reads = slice(first, last)
+    return _torch_visit(v[row], w[reads], carry, dh[reads], stats[0, reads], stats[1, reads],
+                        dw[reads], eps)
 
 
 # torch.compile sees each of the two as one operation, so its graph grows with L, not with L^2.
@@ -316,9 +359,10 @@ def _backward_shape(v, *_):
 # The arithmetic in PyTorch.
 
 def _score(v, w, eps):
-    """ w . RMSNorm(v) of M reads (M, T), and 1 / rms(v) (T,), from v (T, D) and w (M, D). """
+    """ z = w . RMSNorm(v) of M reads (M, T), and r = 1 / rms(v) (T,); v (T, D), w (M, D). """
     v = v.to(w.dtype)
-    r = torch.linalg.vector_norm(v, dim=-1).square_().mul_(1 / v.size(-1)).add_(eps).rsqrt_()
+    r = torch.linalg.vector_norm(v, dim=-1)  # makes no copy of v, unlike v.square()
+    r = r.square_().div_(v.size(-1)).add_(eps).rsqrt_()
     return torch.mm(w, v.t()).mul_(r), r
 
 
@@ -333,63 +377,72 @@ def _torch_read(v, scores, live):
 
 
 def _torch_visit(v, w, carry, dh, lse, delta, dw, eps):
-    """ The gradient of a row v (T, D), seen by M reads: w, dw (M, D), dh (M, T, D), lse (M, T). """
+    """ The gradient of a row v (T, D) that M reads saw, in v's dtype. Adds to dw in place.
+
+    w, dw (M, D); dh (M, T, D); lse, delta (M, T); carry (T, D) or None.
+    """
     dtype, v = v.dtype, v.to(w.dtype)
     z, r = _score(v, w, eps)
     alpha = z.sub_(lse).exp_()
-    dz_r = torch.empty_like(alpha)  # dz times r
-    for i, g in enumerate(dh):
-        torch.sum(g * v, -1, out=dz_r[i])
-    dz_r.sub_(delta).mul_(alpha).mul_(r)
+    dots = torch.empty_like(alpha)
+    for i, dh_i in enumerate(dh):
+        torch.sum(dh_i * v, -1, out=dots[i])
+    dz_r = dots.sub_(delta).mul_(alpha).mul_(r)  # dz times r
     dw.addmm_(dz_r, v)
     dv = dz_r.t() @ w
-    through_norm = (v * dv).sum(-1).mul_(r).mul_(r).mul_(-1 / v.size(-1))
-    dv.addcmul_(v, through_norm.unsqueeze(1))
-    for a, g in zip(alpha, dh, strict=True):
-        dv.addcmul_(g, a.unsqueeze(1))
+    sum_dz_z = (v * dv).sum(-1)  # since z = r (v . w)
+    dv.addcmul_(v, sum_dz_z.mul_(r).mul_(r).div_(-v.size(-1)).unsqueeze(1))
+    for a, dh_i in zip(alpha, dh, strict=True):
+        dv.addcmul_(dh_i, a.unsqueeze(1))
     return (dv if carry is None else dv.add_(carry)).to(dtype)
 
 
 class OneToken:
-    """ The sources of one token without gradient: in decoding, each operation costs the same.
+    """ The sources of one token without gradient, as in decoding, in as few operations as possible.
 
-    Row i of `long` is v_i and behind it sqrt(D eps), so its length is sqrt(D) / r_i; w carries that
-    sqrt(D). A read goes over all rows, since a view of some of them would be one operation more:
-    rows that hold no source score minus infinity.
+    A small operation costs the same whatever it does. With these sources a token of a network of 12
+    blocks and width 384 takes 1.1 times as long as with the standard residual, with others 1.5.
+
+    padded[i] is [v_i, sqrt(D eps)]. Its length is sqrt(D) / r_i, so z = sqrt(D) (v_i . w) / length.
+    A read goes over all rows, since a view of some is one more operation: `mask` excludes the rest.
     """
     def __init__(self, w, eps):
         R, D = w.shape
         self.w, self.n, self.on_read = (w * D ** 0.5).unbind(), 0, None
-        self._keep(w.new_full((R, D + 1), (D * eps) ** 0.5))
+        self._use(w.new_full((R, D + 1), (D * eps) ** 0.5))
 
-    def _keep(self, long):
-        n, v, length = len(long), long[:, :-1], torch.linalg.vector_norm(long, dim=1)
-        self.long, self.v, self.v_t, self.length = long, v, v.t(), length
-        self.rows = [*zip(v.unbind(), long.unbind(), length.unbind(), strict=True)]
-        self.missing = long.new_full((n, n), -torch.inf).triu(1).unbind()
+    def _use(self, padded):
+        """ Takes a table of rows. The views of it are made once. """
+        self.padded, self.v = padded, padded[:, :-1]
+        self.v_t = self.v.t()
+        self.length = torch.linalg.vector_norm(padded, dim=1)
+        self.rows = [*zip(self.v.unbind(), padded.unbind(), self.length.unbind(), strict=True)]
+        self.mask = padded.new_full((len(padded), len(padded)), -torch.inf).triu(1).unbind()
 
     def __len__(self):
         return self.n
 
     def push(self, y):
-        if self.n == len(self.rows):  # more sources than a rule usually has
-            self._keep(self.long.repeat(2, 1))
-        self.shape, self.dtype, self.n = y.shape, y.dtype, self.n + 1
-        v, long, length = self.rows[self.n - 1]
+        if self.n == len(self.rows):
+            self._use(self.padded.repeat(2, 1))
+        self.shape, self.dtype = y.shape, y.dtype
+        v, padded, length = self.rows[self.n]
         v.copy_(y.view(-1))
-        torch.linalg.vector_norm(long, out=length)
+        torch.linalg.vector_norm(padded, out=length)
+        self.n += 1
 
     def add(self, y):
-        v, long, length = self.rows[self.n - 1]
+        v, padded, length = self.rows[self.n - 1]
         v += y.view(-1)
-        torch.linalg.vector_norm(long, out=length)
+        torch.linalg.vector_norm(padded, out=length)
 
     def drop(self, i):
         self.n -= 1
-        self._keep(torch.cat([self.long[:i], self.long[i + 1:], self.long[i:i + 1]]))
+        rows = self.padded
+        self._use(torch.cat([rows[:i], rows[i + 1:], rows[i:i + 1]]))  # to the end, behind the n
 
     def _alpha(self, l):
-        scores = torch.addmv(self.missing[self.n - 1], self.v, self.w[l]).div_(self.length)
+        scores = torch.addmv(self.mask[self.n - 1], self.v, self.w[l]).div_(self.length)
         return scores.softmax(0)
 
     def weights(self, l):

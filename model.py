@@ -81,21 +81,24 @@ class Sources:
 
         h_l = sum_i alpha_i v_i,   alpha = softmax over i of  w_l . RMSNorm(v_i)
 
-    Each token attends to its own sources alone. w (R, D) is pseudo-query * key gain of each read.
-    There is no 1/sqrt(D) and no projection. Scores and softmax are float32, also under autocast.
+    Read l is the input of sublayer l, read L that of the final norm. Each token attends to its own
+    sources alone. w (L + 1, D) is what the reads look for: a learned pseudo-query, times the gain
+    of the RMSNorm. There is no 1/sqrt(D) and no projection. Scores and weights are float32, also
+    under autocast.
 
-    kernels.py computes the same faster. It is left out by itself as soon as this class is changed.
+    kernels.py computes the same faster. It is tried on an example, and not used if this class gives
+    other numbers there, so a change made here takes effect.
     """
     def __init__(self, w, eps):
         self.w, self.eps = w, eps
-        self.v, self.scores = [], []  # of each source, the oldest first: (B, T, D) and (B, T, R)
+        self.v, self.scores = [], []  # of each source, oldest first: (B, T, D) and (B, T, L + 1)
         self.on_read = None
 
     def __len__(self):
         return len(self.v)
 
     def score(self, v):
-        """ w_l . RMSNorm(v) for all reads l, (B, T, R), computed as (w_l . v) / rms(v).
+        """ w_l . RMSNorm(v) for all reads l, (B, T, L + 1), computed as (w_l . v) / rms(v).
 
         The queries do not depend on the input, so one product serves all reads of a source.
         """
@@ -114,7 +117,7 @@ class Sources:
         self.push(self.v.pop() + y)
 
     def drop(self, i):
-        """ Source i, counted from the oldest, is forgotten. """
+        """ Source i, counted from the oldest, is forgotten: for rules with a window. """
         del self.v[i], self.scores[i]
 
     def weights(self, l):
@@ -133,10 +136,11 @@ class Sources:
 class AttnRes(nn.Module):
     """ What Full and Block share: a pseudo-query and a key gain for each sublayer and the output.
 
-    Queries start at zero, so each read starts as the plain mean of its sources. These sum to the
-    standard residual stream, and every reader normalises: at initialisation all three rules are
-    the same function (up to norm_eps). Row 0 of the queries reads one source only, so its gradient
-    is zero; it is there so that row l belongs to sublayer l.
+    Queries start at zero. Then all weights are equal, and a read is (embedding + all outputs) / n:
+    the standard residual stream, divided by the number of sources. The norm that every sublayer
+    begins with removes the factor 1 / n. So at initialisation all three rules are the same
+    function (up to norm_eps). Row 0 of the queries reads a single source, so its gradient is zero;
+    it is there so that row l belongs to sublayer l.
     """
     Sources = Sources  # a rule may name a class of its own
 
@@ -146,16 +150,15 @@ class AttnRes(nn.Module):
         self.query = nn.Parameter(torch.zeros(self.L + 1, config.n_embd))
         self.key_gain = nn.Parameter(torch.ones(self.L + 1, config.n_embd))
         self.eps = config.norm_eps
-        self.kernel = kernels.for_sources(config.kernel, self.Sources)
+        self.kernel = kernels.checked_kernel(config.kernel, self.Sources)
         self.on_read = None  # set to a function, it is called with l and alpha at every read
 
     def sources(self, h):
         """ The sources when a forward pass begins: the embedding h (B, T, D) alone. """
         w = (self.query * self.key_gain).to(torch.promote_types(h.dtype, torch.float32))
-        kind = h.device.type
-        if torch.is_autocast_enabled(kind):  # sublayers return this dtype; Standard sums in float32
-            h = h.to(torch.get_autocast_dtype(kind))
-        v = kernels.sources(self.kernel, self.Sources, w, self.eps, h)
+        if torch.is_autocast_enabled(h.device.type):
+            h = h.to(torch.get_autocast_dtype(h.device.type))  # as the other sources will be
+        v = kernels.new_sources(self.kernel, self.Sources, w, self.eps, h)
         v.on_read = self.on_read
         v.push(h)
         return v
@@ -179,7 +182,10 @@ class FullAttnRes(AttnRes):
 
 
 class BlockAttnRes(AttnRes):
-    """ The same over sums: of each residual block of S sublayers, and of the one in progress """
+    """ The same, but the sources are the embedding and the sums over residual blocks of S sublayers
+
+    The residual block in progress is a source, too, with its sum so far.
+    """
     def residual_block_length(self, config):
         return math.ceil(2 * config.n_layer / config.residual_blocks)
 
@@ -194,6 +200,7 @@ class BlockAttnRes(AttnRes):
         return v.read(self.L)
 
 
+# A rule of your own needs __init__(config), forward(h, sublayers), describe() and a name here.
 RESIDUALS = {'standard': Standard, 'full': FullAttnRes, 'block': BlockAttnRes}
 
 
@@ -346,6 +353,7 @@ class GPT(nn.Module):
                generator=None):
         """ Yields max_new_tokens times the next token of each row of idx (B, T), as (B, 1).
 
+        Call eval() first, or dropout is at work.
         temperature 0 takes the most likely token. top_k keeps the k most likely tokens, top_p the
         smallest set of them with that probability. Ids from n_vocab on are padding and never
         drawn. generator, if given, is on the CPU. Keys and values are cached while the window has
@@ -419,13 +427,13 @@ def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         return logits.argmax(-1, keepdim=True)
     device, logits = logits.device, logits.cpu()  # some devices have no float64
     logits = logits - logits.max(-1, keepdim=True).values
-    logits = logits.double() / temperature  # finite at any temperature
+    logits = logits.double() / temperature  # float64 stays finite at any temperature
     if top_k is not None and top_k < logits.size(-1):
         kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p is not None and top_p < 1:
         p, order = logits.softmax(-1).sort(descending=True)
-        enough = p.cumsum(-1) - p >= top_p  # the more likely tokens suffice
+        enough = p.cumsum(-1) - p >= top_p  # the tokens that are more likely reach top_p
         cut = torch.zeros_like(enough).scatter(-1, order, enough)
         logits = logits.masked_fill(cut, -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).to(device)

@@ -5,7 +5,7 @@ If you have never seen Triton: a kernel is a function that runs once for each to
 program of its own. tl.load fetches a row into registers, arithmetic is elementwise, tl.sum adds a
 row up and tl.store writes it back. A `tl.constexpr` is known when the kernel is compiled, and so is
 whether an argument is None. Sums are float32, and none depends on an order left to chance: every
-run gives the same bits. The equations and the names are those of kernels.py.
+run gives the same bits. The equations and names are those of kernels.py.
 """
 import functools
 import os
@@ -34,6 +34,9 @@ def refusal(h):
     return None
 
 
+# Triton compiles a kernel anew when an integer argument is 1 or a multiple of 16, unless it is
+# named in do_not_specialize.
+
 if triton is not None:
     @triton.jit
     def _load(p, where, mask):
@@ -43,77 +46,91 @@ if triton is not None:
     @triton.jit(do_not_specialize=['T', 'row', 'base', 'n', 'l'])
     def _read_kernel(v, y, others, w, h, lse, T, row, base, n, l, eps,
                      D: tl.constexpr, TILE: tl.constexpr):
-        """ Writes v[row] = y, plus v[base] if base >= 0. Reads it and n other rows into h. """
+        """ Writes v[row] = y, plus v[base] if base >= 0. Reads it and n other rows into h.
+
+        The softmax takes one pass: when a larger score comes, the sums so far are scaled down.
+        """
         token, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
-        mask, here, T = d < D, token * D + d, tl.cast(T, tl.int64)
-        q = _load(w + l * D, d, mask)
+        mask = d < D
+        here = token * D + d  # where this token's row is
+        T = tl.cast(T, tl.int64)  # rows * T * D may exceed 2^31
+        w_l = _load(w + l * D, d, mask)
         x = _load(y, here, mask)
         if base >= 0:
             x += _load(v + base * T * D, here, mask)
         stored = x.to(v.dtype.element_ty)
         tl.store(v + row * T * D + here, stored, mask=mask)
-        a = stored.to(tl.float32)
-        m = tl.sum(q * a, 0) * tl.rsqrt(tl.sum(a * a, 0) / D + eps)  # the largest score so far
-        s = 1.  # the sum of exp(z - m); a is that of exp(z - m) v
+        h_sum = stored.to(tl.float32)  # sum of exp(z_i - top) v_i, v_i as it is stored
+        top = tl.sum(w_l * h_sum, 0) * tl.rsqrt(tl.sum(h_sum * h_sum, 0) / D + eps)
+        total = 1.  # sum of exp(z_i - top)
         for i in range(n):
-            x = _load(v + tl.load(others + i).to(tl.int64) * T * D, here, mask)
-            z = tl.sum(q * x, 0) * tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-            top = tl.maximum(m, z)
-            fade, weight = tl.exp(m - top), tl.exp(z - top)
-            m, s, a = top, s * fade + weight, a * fade + weight * x
-        tl.store(lse + token, m + tl.log(s))
-        tl.store(h + here, (a / s).to(h.dtype.element_ty), mask=mask)
+            v_i = _load(v + tl.load(others + i).to(tl.int64) * T * D, here, mask)
+            z_i = tl.sum(w_l * v_i, 0) * tl.rsqrt(tl.sum(v_i * v_i, 0) / D + eps)
+            new_top = tl.maximum(top, z_i)
+            fade, weight = tl.exp(top - new_top), tl.exp(z_i - new_top)
+            h_sum = h_sum * fade + weight * v_i
+            total = total * fade + weight
+            top = new_top
+        tl.store(lse + token, top + tl.log(total))
+        tl.store(h + here, (h_sum / total).to(h.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _contribution(x, r, q, dh, lse, delta):
-        """ What one read says of a row x: its share of dv, its dz z and its dz r. """
-        z = tl.sum(q * x, 0) * r
+    def _contribution(v_i, r, w_l, dh_l, lse, delta):
+        """ What read l says of a row v_i: its part of dv_i, dz z and dz r. """
+        z = tl.sum(w_l * v_i, 0) * r
         alpha = tl.exp(z - lse)
-        dz = alpha * (tl.sum(dh * x, 0) - delta)
-        return alpha * dh + dz * r * q, dz * z, dz * r
+        dz = alpha * (tl.sum(dh_l * v_i, 0) - delta)
+        return alpha * dh_l + dz * r * w_l, dz * z, dz * r
 
     @triton.jit(do_not_specialize=['T', 'R', 'l', 'last'])
-    def _visit_kernel(v, w, dh_l, h, lse, carry, dh, stats, coef, dv, T, R, l, last, eps,
+    def _visit_kernel(v, w, dh_l, h, lse, carry, dh, stats, dz_r, dv, T, R, l, last, eps,
                       D: tl.constexpr, TILE: tl.constexpr):
-        """ dv, the gradient of a row v from reads l .. last - 1, and coef [read, T] = dz r.
+        """ dv, the gradient of the row v, from reads l .. last - 1, and their dz r [read, T].
 
-        Read l is the row's own. Its gradient dh_l, lse and delta go on the tape, dh [R, T, D] and
-        stats [lse or delta, R, T], where those of the later reads are already.
+        Read l is the one of the step that wrote the row. Its gradient dh_l, its lse and delta go on
+        the tape, dh [R, T, D] and stats [lse or delta, R, T]. Those of later reads are there.
         """
         token, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
-        mask, here, T = d < D, token * D + d, tl.cast(T, tl.int64)
-        x, g = _load(v, here, mask), _load(dh_l, here, mask)
-        r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-        own_lse, own_delta = tl.load(lse + token), tl.sum(g * _load(h, here, mask), 0)
-        tl.store(dh + l * T * D + here, g.to(dh.dtype.element_ty), mask=mask)
-        tl.store(stats + l * T + token, own_lse)
-        tl.store(stats + (R + l) * T + token, own_delta)
-        q = _load(w + l * D, d, mask)
-        g, t, c = _contribution(x, r, q, g, own_lse, own_delta)  # t becomes the sum of dz z
-        tl.store(coef + token, c)
-        for i in range(l + 1, last):
-            q, dh_i = _load(w + i * D, d, mask), _load(dh + i * T * D, here, mask)
-            lse_i, delta_i = tl.load(stats + i * T + token), tl.load(stats + (R + i) * T + token)
-            g_i, t_i, c = _contribution(x, r, q, dh_i, lse_i, delta_i)
-            g, t = g + g_i, t + t_i
-            tl.store(coef + (i - l) * T + token, c)
-        g -= t * r * r / D * x
+        mask = d < D
+        here = token * D + d
+        T = tl.cast(T, tl.int64)
+        v_i = _load(v, here, mask)
+        r = tl.rsqrt(tl.sum(v_i * v_i, 0) / D + eps)
+        dh_k = _load(dh_l, here, mask)
+        lse_k = tl.load(lse + token)
+        delta_k = tl.sum(dh_k * _load(h, here, mask), 0)
+        tl.store(dh + l * T * D + here, dh_k.to(dh.dtype.element_ty), mask=mask)
+        tl.store(stats + l * T + token, lse_k)
+        tl.store(stats + (R + l) * T + token, delta_k)
+        w_k = _load(w + l * D, d, mask)
+        dv_i, dz_z, c = _contribution(v_i, r, w_k, dh_k, lse_k, delta_k)
+        tl.store(dz_r + token, c)
+        for k in range(l + 1, last):
+            dh_k = _load(dh + k * T * D, here, mask)
+            lse_k = tl.load(stats + k * T + token)
+            delta_k = tl.load(stats + (R + k) * T + token)
+            w_k = _load(w + k * D, d, mask)
+            dv_part, dz_z_part, c = _contribution(v_i, r, w_k, dh_k, lse_k, delta_k)
+            dv_i += dv_part
+            dz_z += dz_z_part
+            tl.store(dz_r + (k - l) * T + token, c)
+        dv_i -= dz_z * r * r / D * v_i
         if carry is not None:
-            g += _load(carry, here, mask)
-        tl.store(dv + here, g.to(dv.dtype.element_ty), mask=mask)
+            dv_i += _load(carry, here, mask)
+        tl.store(dv + here, dv_i.to(dv.dtype.element_ty), mask=mask)
 
 
 @functools.lru_cache(maxsize=4096)
 def _table(rows, device):
     """ The numbers of some rows, on the device. A rule asks for the same ones in every step. """
-    return torch.tensor(rows or (0,), dtype=torch.int32, device=device)
+    return torch.tensor(rows or (0,), dtype=torch.int32, device=device)  # never without memory
 
 
 def _launch(kernel, moved, x, *args):
     """ Runs a program for each token of x (T, D). In all it moves `moved` tensors like x. """
     D = x.size(-1)
     tile = triton.next_power_of_2(D)
-    warps = max(1, tile // 1024)  # a warp takes up to 1024 columns: its sums need no barrier
+    warps = max(1, tile // 1024)  # few threads for each row: sums over a row are what takes time
     try:
         with torch.cuda.device_of(x):  # Triton launches on the current device
             kernel[(len(x),)](*args, D=D, TILE=tile, num_warps=warps)
@@ -129,7 +146,7 @@ def read(v, y, w, live, row, base, l, eps):
     """ kernels._forward for a step with a row and a read: h (T, D) and lse (T,). """
     h, lse = torch.empty_like(v[0]), w.new_empty(v.size(1))
     others = tuple(i for i in live if i != row)
-    moved = len(others) + 3 + (base >= 0)
+    moved = len(others) + (3 if base < 0 else 4)  # y, base and others in; the row and h out
     _launch(_read_kernel, moved, h, v, y.contiguous(), _table(others, v.device), w, h, lse, len(h),
             row, base, len(others), l, eps)
     return h, lse
@@ -137,12 +154,12 @@ def read(v, y, w, live, row, base, l, eps):
 
 def visit(v, dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps):
     """ kernels._backward for such a step, v (T, D) being its row: dv (T, D). Adds to dw. """
-    dv, coef = torch.empty_like(v), w.new_empty(last - l, len(v))
-    moved = last - l + 4 + (carry is not None)
-    _launch(_visit_kernel, moved, v, v, w, dh_l.contiguous(), h, lse, carry, dh, stats, coef, dv,
+    dv, dz_r = torch.empty_like(v), w.new_empty(last - l, len(v))
+    moved = last - l + (4 if carry is None else 5)  # v, h, carry and last - l of dh in; dh, dv out
+    _launch(_visit_kernel, moved, v, v, w, dh_l.contiguous(), h, lse, carry, dh, stats, dz_r, dv,
             len(v), len(w), l, last, eps)
-    if v.dtype == torch.bfloat16:  # as autocast computes the gradient of every weight
-        dw[l:last] += coef.bfloat16() @ v
+    if v.dtype == torch.bfloat16:  # as precise as autocast's gradient of any weight, and no copy
+        dw[l:last] += dz_r.bfloat16() @ v
     else:
-        dw[l:last] += coef @ v.float()
+        dw[l:last] += dz_r @ v.float()
     return dv

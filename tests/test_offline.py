@@ -28,7 +28,7 @@ def compile_for(arch, kernel, width, kind, carry=True):
     from triton.compiler import ASTSource
     tile = triton.next_power_of_2(width)
     types = dict.fromkeys(('v', 'y', 'h', 'dh_l', 'carry', 'dh', 'dv'), TYPES[kind])
-    types |= dict.fromkeys(('w', 'lse', 'stats', 'coef'), '*fp32')
+    types |= dict.fromkeys(('w', 'lse', 'stats', 'dz_r'), '*fp32')
     types |= {'others': '*i32', 'eps': 'fp32'}
     signature, constants, aligned = {}, {'D': width, 'TILE': tile}, {}
     for i, name in enumerate(kernel.arg_names):

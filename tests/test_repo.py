@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {
-    'model.py': 430,
-    'kernels.py': 410,
-    'triton_kernels.py': 150,
+    'model.py': 440,
+    'kernels.py': 460,
+    'triton_kernels.py': 170,
     'weights.py': 190,
     'baselines.py': 370,
     'train.py': 565,
