@@ -10,10 +10,11 @@ from importlib import import_module
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import kernels
+import triton_kernels
 from experiments import measure
+from model import Sources
 
-LAUNCHES = {'read': '_read_kernel', 'source': '_source_kernel'}  # op in kernels.py -> name of its kernel on the card
+LAUNCHES = {'read': '_read_kernel', 'visit': '_visit_kernel'}  # name here -> in triton_kernels.py
 
 
 def copy_speed(device, megabytes=1024, rounds=20):
@@ -26,11 +27,11 @@ def copy_speed(device, megabytes=1024, rounds=20):
 def against_floor(launches, spent, speed):
     """ {op: us per launch, floor in us, floor / time}
 
-    launches: (op, bytes) of each; spent: {kernel: (launches, total us)}; speed: bytes per second.
+    launches: (kernel, bytes) of each; spent: {kernel: (launches, total us)}; speed: bytes per second.
     """
     out = {}
     for op, kernel in LAUNCHES.items():
-        sizes = [n for name, n in launches if name.split('::')[-1] == op]
+        sizes = [n for name, n in launches if name == kernel]
         count, us = spent.get(kernel, (0, 0.0))
         if count:
             if count != len(sizes):
@@ -43,11 +44,11 @@ def against_floor(launches, spent, speed):
 def kernel_times(config, batch_size, device, dtype, speed, passes=5):
     """ against_floor of the forward and backward of a model on the Triton path. """
     bench = measure.Bench(replace(config, kernel='triton'), batch_size, device, dtype)
-    kernels.traffic = launches = []
+    triton_kernels.traffic = launches = []
     try:
         bench.loss().backward()  # compiles, and counts
     finally:
-        kernels.traffic = None
+        triton_kernels.traffic = None
     bench.loss().backward()
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -58,35 +59,46 @@ def kernel_times(config, batch_size, device, dtype, speed, passes=5):
     return against_floor(launches * passes, spent, speed)
 
 
-# name -> module, function f, call(f, w, v, eps): w (D,) query * key gain, v a tuple of sources (..., D)
-PEERS = {
-    'fla': ('fla.ops.attnres', 'fused_attnres',
-            lambda f, w, v, eps: f(w, list(v), torch.ones_like(w), rms_eps=eps)),
-    'liger': ('liger_kernel.transformers.functional', 'liger_attn_res',
-              lambda f, w, v, eps: f(torch.stack(v), w, torch.ones_like(w), eps)),
-    'fast-attnres': ('attnres', 'attnres', lambda f, w, v, eps: f(list(v), w, eps=eps))}
+def call_fla(f, w, v, eps):
+    return f(w, v, torch.ones_like(w), rms_eps=eps)
+
+
+def call_liger(f, w, v, eps):
+    return f(torch.stack(v), w, torch.ones_like(w), eps)
+
+
+def call_fast_attnres(f, w, v, eps):
+    return f(v, w, eps=eps)
+
+
+# name -> module, function, how to call it. w (D,) is query * key gain, v a list of sources (..., D).
+# flash-attn-res owns the whole forward pass and takes no sublayers: it cannot stand beside these.
+PEERS = {'fla': ('fla.ops.attnres', 'fused_attnres', call_fla),
+         'liger': ('liger_kernel.transformers.functional', 'liger_attn_res', call_liger),
+         'fast-attnres': ('attnres', 'attnres', call_fast_attnres)}
+
+
+def peer_sources(function, call):
+    """ The class of sources whose reads another package computes. """
+    class PeerSources(Sources):
+        def score(self, v):
+            return None
+
+        def read(self, l):
+            if len(self.v) == 1:
+                return self.v[0]
+            return call(function, self.w[l].to(self.v[0].dtype), self.v, self.eps)
+    return PeerSources
 
 
 def peers():
-    """ {name: attend(w, v, eps)} of the packages that are installed. flash-attn-res owns the whole forward pass and
-    takes no sublayers as functions: it cannot stand beside them. """
+    """ {name: class of sources} of the packages that are installed. """
     out = {}
     for name, (module, function, call) in PEERS.items():
         try:
-            f = getattr(import_module(module), function)
-        except Exception as e:  # not there, too old, or broken: theirs
-            if not isinstance(e, ImportError):
-                print(f'{name}: left out, {type(e).__name__}: {e}')
+            out[name] = peer_sources(getattr(import_module(module), function), call)
+        except ImportError:
             continue
-        out[name] = lambda w, v, eps, f=f, call=call: v[0] if len(v) == 1 else call(f, w.to(v[0].dtype), v, eps)
+        except Exception as e:  # too old, or broken: theirs
+            print(f'{name}: left out, {type(e).__name__}: {e}')
     return out
-
-
-class Peer(torch.nn.Module):
-    """ Takes the place of model.DepthAttention: depth attention by another package. """
-    def __init__(self, attend, eps):
-        super().__init__()
-        self.attend, self.eps = attend, eps
-
-    def forward(self, w, v):
-        return self.attend(w, v, self.eps)

@@ -1,15 +1,16 @@
 """
-Shows what the sublayers of trained models read: the depth-mixing matrix M, and the dynamics along depth.
+Shows what the sublayers of trained models read: the depth-mixing matrix M and the dynamics by depth.
 
     python compare.py depth CHECKPOINT_DIR [CHECKPOINT_DIR ... --out=FOLDER]
 
-h_l = sum_i M_li v_i, token by token. Row l: the read of sublayer l, last the output's. Column 0: the embedding, column
-i + 1: the output of sublayer i. Gates held, every rule but ddl is linear in these sources, so M is measured: the rule
-runs again with the gates it had and unit vectors as sources. M counts only if M v is what was really read.
+h_l = sum_i M_li v_i for each token. Row l of M is the read of sublayer l, the last row is the
+output's. Column 0 is the embedding, column i + 1 is the output of sublayer i. With its weights and
+gates held fixed every rule but ddl is linear in these sources, so M is measured: the rule runs again
+with the weights it had and with unit vectors as sources. M counts only if M v is what was read.
 """
-import json
 import math
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from types import SimpleNamespace
@@ -21,10 +22,12 @@ import baselines  # noqa: F401 - importing it registers its rules, so that their
 import config as configuration
 from experiments import pictures
 from experiments.common import environment, table, write_json
-from model import GPT
+from model import GPT, Sources
 from train import Data, pick_device, read_run
 
-HEAD = ('weight of embedding', 'of newest output', 'sd over tokens', 'entropy / most', 'stream rms', 'gradient rms')
+GATES = 'softmax', 'sigmoid', 'tanh', 'exp'
+LEGEND = """Mean weights over validation tokens: in attention's reads / in the MLPs' reads.
+sd: of a weight over the tokens. entropy: as a share of that of equal weights."""
 
 
 @dataclass
@@ -36,106 +39,206 @@ class DepthConfig:
 
     def __post_init__(self):
         check = configuration.checker(self)
+        self.out = configuration.expand(self.out)
         check('batch_size', 1 <= self.batch_size < 2**31, 'a whole number, 1 or more')
         check('eval_iters', 0 <= self.eval_iters < 2**31, 'a whole number, 0 or more')
 
 
+# -----------------------------------------------------------------------------
+# The matrix.
+
+class Recorded(Sources):
+    """ Sources whose reads take the weights that were recorded before, alphas[l] (n, B, T). """
+    def __init__(self, alphas):
+        super().__init__(w=None, eps=0.0)
+        self.alphas = alphas
+
+    def score(self, v):
+        return None
+
+    def weights(self, l):
+        return self.alphas[l]
+
+
+@contextmanager
+def recorded_weights(rule, alphas):
+    """ The AttnRes rule takes recorded weights for a while. """
+    def sources(h):
+        v = Recorded(alphas)
+        v.push(h)
+        return v
+
+    rule.sources = sources  # hides the method
+    yield
+    del rule.sources
+
+
 class Gates(TorchFunctionMode):
-    """ Notes every softmax, sigmoid, tanh and exp; given noted ones, returns these instead of computing them. """
+    """ Notes what every gate returns; given noted ones, it returns these instead of computing them. """
     def __init__(self, noted=None):
         super().__init__()
-        self.noted, self.replay = [], noted and iter(noted)
+        self.noted, self.held = [], noted and iter(noted)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, '__name__', '') not in ('softmax', 'sigmoid', 'tanh', 'exp'):
+        if getattr(func, '__name__', '') not in GATES:
             return func(*args, **kwargs or {})
-        self.noted.append(next(self.replay) if self.replay else func(*args, **kwargs or {}))
-        return self.noted[-1]
+        gate = next(self.held) if self.held else func(*args, **kwargs or {})
+        self.noted.append(gate)
+        return gate
 
 
 def reads(rule, v):
-    """ What the L sublayers and the output read if the sources are v, (L + 1, B, T, D) -> the same shape """
+    """ What the L sublayers and the output read if the sources are v, (L + 1, B, T, D) -> the same shape. """
     h = []
-    last = rule(v[0], [lambda x, y=y: h.append(x) or y for y in v[1:]])
+
+    def sublayer(y):
+        def f(x):
+            h.append(x)
+            return y
+        return f
+
+    last = rule(v[0], [sublayer(y) for y in v[1:]])
     return torch.stack([*h, last])
 
 
 @torch.no_grad()
-def mixing(rule, v):
-    """ M (L + 1 reads, L + 1 sources, B, T), v: the sources (L + 1, B, T, D). None if reads are no weighted sums. """
-    with Gates() as gates:
-        h = reads(rule, v)
+def mixing(rule, seen):
+    """ M (L + 1 reads, L + 1 sources, B, T) of the pass that was seen; None if no read is a weighted sum. """
+    v, h = torch.stack(seen.sources).detach(), torch.stack(seen.reads).detach()
+    alphas, noted = dict(seen.alphas), None
+    if not alphas:
+        with Gates() as gates:
+            reads(rule, v)
+        noted = gates.noted
     M = v.new_zeros(len(v), *v.shape[:-1])
-    for some in torch.arange(len(v)).split(v.size(-1)):  # a channel for each source, as many at a time as there are
+    for some in torch.arange(len(v)).split(v.size(-1)):  # as many sources at a time as there are channels
         unit = torch.zeros_like(v)
         unit[some, ..., torch.arange(len(some))] = 1
-        with Gates(gates.noted):
-            M[:, some] = reads(rule, unit)[..., :len(some)].movedim(-1, 1)
+        with recorded_weights(rule, alphas) if alphas else Gates(noted):
+            found = reads(rule, unit)  # (L + 1, B, T, D): channel i tells the weight of source some[i]
+        M[:, some] = found[..., :len(some)].movedim(-1, 1)
     error = (torch.einsum('lsbt,sbtd->lbtd', M, v) - h).norm() / h.norm()
     return M if error < 1e-4 else None
 
 
+# -----------------------------------------------------------------------------
+# The dynamics.
+
 def watch(model):
-    """ Two lists that every forward pass fills anew: the sources embedding, y_0 .. y_L-1 and the reads h_0 .. h_L. """
-    v, h = [], []
+    """ An object whose lists every forward pass fills anew, whatever kernel runs.
+
+    sources: the embedding and y_0 .. y_{L-1}. reads: h_0 .. h_L. alphas: (l, alpha) of each read of an
+    AttnRes rule, none of another.
+    """
+    seen = SimpleNamespace(sources=[], reads=[], alphas=[])
+
+    def watched(f):
+        def run(h):
+            seen.reads.append(h)
+            seen.sources.append(f(h))
+            return seen.sources[-1]
+        return run
 
     def before(module, args):
-        v[:], h[:] = args[:1], []
-        return args[0], [lambda x, f=f: h.append(x) or v.append(f(x)) or v[-1] for f in args[1]]
+        h, sublayers = args
+        seen.sources[:], seen.reads[:], seen.alphas[:] = [h], [], []
+        return h, [watched(f) for f in sublayers]
+
+    def after(module, args, last):
+        seen.reads.append(last)
+
+    def on_read(l, alpha):
+        seen.alphas.append((l, alpha))
+
     model.residual.register_forward_pre_hook(before)
-    model.residual.register_forward_hook(lambda module, args, last: h.append(last))
-    return v, h
+    model.residual.register_forward_hook(after)
+    model.residual.on_read = on_read
+    return seen
+
+
+def wide(x):
+    """ x in float64, on the CPU: a Mac's GPU has no float64. """
+    return x.detach().cpu().double()
 
 
 def observe(model, batches):
     """ Means over the tokens of batches, lists by depth; matrix and entropy are None if the rule has none.
 
-    matrix, spread: M and the standard deviation of its entries over tokens. entropy: of a read's weights, in nats;
-    most: that of equal ones. output, read: rms of y_l, of h_l. gradient: rms of d(summed loss) / dy_l. stream: rms of
-    the sum that y_l went into, in AttnRes that of its residual block so far, in other rules what is read next.
+    matrix, spread: M and the standard deviation of its entries over tokens. entropy: of a read's
+    weights, in nats; most: that of equal ones. output, read: rms of y_l, of h_l. gradient: rms of
+    d(summed loss) / dy_l. stream: rms of the sum that y_l went into; in AttnRes that of its residual
+    block so far, in other rules what is read next.
     """
-    S, seen, (v, h) = getattr(model.residual, 'S', None), [], watch(model)
+    S = getattr(model.residual, 'S', None)
+    seen, weighted = watch(model), []
     for idx, targets in batches:
-        grads = torch.autograd.grad(model(idx, targets)[1] * idx.numel(), v[1:])
-        stream = [sum(v[1 + l - l % S:l + 2]) for l in range(len(grads))] if S else h[1:]
-        now = {k: torch.stack([x.detach().double().square().mean() for x in xs]) for k, xs in
-               {'output': v[1:], 'read': h, 'stream': stream, 'gradient': grads}.items()}
-        if (M := mixing(model.residual, torch.stack(v).detach())) is not None:
-            M = M.double().flatten(2)  # (L + 1, L + 1, tokens)
-            p = M[:, [0, *range(1, len(M), S or 1)]]  # the weight of a residual block counts once
-            one = 0 if ((p.sum(1) - 1).abs() < 1e-4).all() else math.nan  # other weights have no entropy
-            now |= dict(matrix=M.mean(-1), spread=M.square().mean(-1), entropy=one - torch.xlogy(p, p).sum(1).mean(-1))
-        seen.append((len(idx), now))
-    out = {k: sum(n * now[k] for n, now in seen) / sum(n for n, _ in seen) for k in now}
+        loss = model(idx, targets)[1] * idx.numel()
+        v, h = seen.sources, seen.reads
+        gradients = torch.autograd.grad(loss, v[1:])
+        stream = h[1:]
+        if S:
+            stream = [sum(v[1 + l - l % S:l + 2]) for l in range(len(gradients))]
+        means = {}
+        for key, xs in (('output', v[1:]), ('read', h), ('stream', stream), ('gradient', gradients)):
+            means[key] = torch.stack([wide(x).square().mean() for x in xs])
+        M = mixing(model.residual, seen)
+        if M is not None:
+            means |= matrix_means(wide(M).flatten(2), S or 1)
+        weighted.append((len(idx), means))
+
+    sequences = sum(n for n, _ in weighted)
+    out = {key: sum(n * means[key] for n, means in weighted) / sequences for key in weighted[0][1]}
     if 'matrix' in out:
         out['spread'] = (out['spread'] - out['matrix'].square()).clamp(min=0)
-    out |= {k: out[k].sqrt() for k in out.keys() - {'matrix', 'entropy'}}
-    most = [math.log(1 + -(-l // (S or 1))) for l in range(len(h))]
-    return {'S': S, 'most': most, 'matrix': None, 'spread': [], 'entropy': None} | {
-        k: x.tolist() for k, x in sorted(out.items()) if x.isfinite().all()}
+    for key in out.keys() - {'matrix', 'entropy'}:
+        out[key] = out[key].sqrt()
+    most = [math.log(1 + math.ceil(l / (S or 1))) for l in range(len(h))]
+    finite = {key: x.tolist() for key, x in sorted(out.items()) if x.isfinite().all()}
+    return {'S': S, 'most': most, 'matrix': None, 'spread': [], 'entropy': None} | finite
 
+
+def matrix_means(M, S):
+    """ Means over the tokens of M (L + 1, L + 1, tokens): of it, of its square, of the entropy of its rows. """
+    p = M[:, [0, *range(1, len(M), S)]]  # the weight of a residual block counts once
+    entropy = -torch.xlogy(p, p).sum(1).mean(-1)
+    if not ((p.sum(1) - 1).abs() < 1e-4).all():
+        entropy = entropy * math.nan  # weights of another sum have no entropy
+    return {'matrix': M.mean(-1), 'spread': M.square().mean(-1), 'entropy': entropy}
+
+
+# -----------------------------------------------------------------------------
 
 def examine(folder, cfg, device):
-    """ (label, what observe says) of the checkpoint in folder, on its own validation text """
-    model, run = GPT.from_checkpoint(folder, device, 'reference'), read_run(folder)
+    """ (label, what observe says) of the checkpoint in folder, on its own validation text. """
+    model, run = GPT.from_checkpoint(folder, device), read_run(folder)
     c, dataset = model.config, run.get('config', {}).get('dataset', '')
     data = Data(SimpleNamespace(**vars(cfg), dataset=dataset, n_ctx=c.n_ctx, vocab_size=0), device)
     if run.get('tokenizer') != data.meta['tokenizer']:
         raise ValueError(f'{folder}: must have the tokenizer that dataset={dataset!r} has now')
-    label = c.residual + (f':{c.residual_blocks}' if c.residual == 'block' else '')
+    label = f'block:{c.residual_blocks}' if c.residual == 'block' else c.residual
     seen = observe(model, data.val_batches())
     if 'stream' not in seen:
         raise ValueError(f'{folder}: must have finite weights and activations')
     return label, {'checkpoint': folder} | seen
 
 
-def cells(m):
-    """ A row of the table: means over attention's / MLP's reads without the first; first to last sublayer. """
-    M, sd = m['matrix'] or [], m['spread']
-    columns = [[r[0] for r in M], [r[l] for l, r in enumerate(M)], [fmean(r[:l + 1]) for l, r in enumerate(sd)],
-               [e / (most or 1) for e, most in zip(m['entropy'] or [], m['most'], strict=False)]]
-    return [*(' / '.join(f'{fmean(part):.3f}' for part in (x[2:-1:2], x[1:-1:2]) if part) or 'none' for x in columns),
-            *(f'{m[k][0]:.3g} to {m[k][-1]:.3g}' for k in ('stream', 'gradient'))]
+def by_kind(values):
+    """ The mean over attention's reads / over the MLPs'. The first read and the output's are left out. """
+    parts = values[2:-1:2], values[1:-1:2]
+    return ' / '.join(f'{fmean(part):.3f}' for part in parts if part) or 'none'
+
+
+def cells(modes):
+    """ The table: a row a mode. """
+    rows = [('attention / MLP', 'embedding', 'newest output', 'sd', 'entropy')]
+    for label, m in modes.items():
+        M, entropy = m['matrix'] or [], m['entropy'] or []
+        embedding = [row[0] for row in M]
+        newest = [row[l] for l, row in enumerate(M)]
+        spread = [fmean(row[:l + 1]) for l, row in enumerate(m['spread'])]
+        share = [e / (most or 1) for e, most in zip(entropy, m['most'], strict=False)]
+        rows.append((label, *map(by_kind, (embedding, newest, spread, share))))
+    return rows
 
 
 def show(folders, cfg, out, command):
@@ -143,29 +246,32 @@ def show(folders, cfg, out, command):
     device, modes = pick_device(cfg.device), {}
     for name, folder in folders.items():
         label, m = examine(folder, cfg, device)
-        label = name if isinstance(name, str) else f'{label} ({folder})' if label in modes else label
+        if isinstance(name, str):
+            label = name
+        elif label in modes:
+            label = f'{label} ({folder})'
         modes[label] = m
     os.makedirs(out, exist_ok=True)
-    rows = {label: cells(m) for label, m in modes.items()}
-    print(table([(label, *row) for label, row in ({'attention / MLP': HEAD} | rows).items()]))
+    print(table(cells(modes)))
+    print(LEGEND)
     data = {'command': command, **environment(device), 'modes': modes}
     write_json(os.path.join(out, 'depth.json'), data)
     pictures.depth(modes, os.path.join(out, 'depth.png'))
     pictures.dynamics(modes, os.path.join(out, 'dynamics.png'))
-    return data, rows
+    return data
 
 
 def main(argv):
     folders = [a for a in argv if not a.startswith('-') and not a.endswith('.toml')]
-    values = configuration.parse(DepthConfig, [a for a in argv if a not in folders], __doc__.split('\n\n')[0])
-    cfg = configuration.build(DepthConfig, values)
+    keys = [a for a in argv if a not in folders]
+    cfg = configuration.build(DepthConfig, configuration.parse(DepthConfig, keys, __doc__.split('\n\n')[0]))
+    folders = [configuration.expand(folder) for folder in folders]
+    if len(folders) != 1 and not (folders and cfg.out):
+        raise ValueError(f'{len(folders)} CHECKPOINT_DIRs: must be one, or several and --out=FOLDER')
+    out = cfg.out or folders[0]
     try:
-        if len(folders) != 1 and not (folders and cfg.out):
-            raise ValueError(f'{len(folders)} CHECKPOINT_DIRs: must be one, or several and --out=FOLDER')
-        out = cfg.out or folders[0]
-        data, rows = show(dict(enumerate(folders)), cfg, out, ' '.join(['python compare.py depth', *argv]))
-        print(f'\nwrote depth.json, depth.png and dynamics.png into {out}')
+        data = show(dict(enumerate(folders)), cfg, out, ' '.join(['python compare.py depth', *argv]))
     except OSError as e:
         configuration.fail(f'out={cfg.out!r}: must be a writable folder ({e.strerror})')
-    print(json.dumps(data | {'out': out, 'columns': HEAD, 'modes': rows}))
+    print(f'\nwrote depth.json, depth.png and dynamics.png into {out}')
     return data

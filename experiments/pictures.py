@@ -3,6 +3,8 @@ import statistics
 
 import numpy as np
 
+from experiments.common import paired
+
 COLOURS = ('#4d4d4d', '#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8c564b')
 
 
@@ -55,6 +57,42 @@ def loss(results, path):
     if seeds > 1:
         figure.suptitle(f'mean of {seeds} seeds; shaded: lowest to highest', fontsize=8)
     figure.tight_layout()
+    finish(figure, path)
+
+
+def dots(results, path, base, paper):
+    """ Each mode's difference from base with its 95 % interval; hollow: the paper's, {mode: difference}. """
+    pyplot = plt()
+    final = {label: m['final_loss'] for label, m in results['modes'].items()}
+    labels = [label for label in final if label != base][::-1]  # the first at the top
+    figure, ax = pyplot.subplots(figsize=(6, 0.9 + 0.35 * len(labels)), layout='constrained')
+    for y, label in enumerate(labels):
+        d, half = paired(final[label], final[base])
+        ax.errorbar(d, y, xerr=half or 0, fmt='o', color=COLOURS[1], capsize=3, ms=5)
+        if label in paper:
+            ax.plot(paper[label], y, 'D', mfc='none', mec=COLOURS[2], ms=6)
+    handles = [pyplot.Line2D([], [], color=COLOURS[1], marker='o', label='here, 95 % interval'),
+               pyplot.Line2D([], [], color=COLOURS[2], marker='D', mfc='none', ls='', label='the paper')]
+    ax.axvline(0, color=COLOURS[0], lw=0.8)
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_xlabel(f'final validation loss - that of {base} (nats per token)')
+    figure.legend(handles=handles, loc='outside upper center', ncols=2, fontsize=8)
+    finish(figure, path)
+
+
+def start(results, path):
+    """ A panel for each quantity over the first steps, a line a run; {label: {'step': [..], quantity: [..]}} """
+    pyplot = plt()
+    runs = results['runs']
+    quantities = [key for key in next(iter(runs.values())) if key != 'step']
+    size = (3.5 * len(quantities), 3.4)
+    figure, axes = pyplot.subplots(1, len(quantities), figsize=size, squeeze=False, layout='constrained')
+    for ax, quantity in zip(axes[0], quantities, strict=True):
+        for i, (label, run) in enumerate(runs.items()):
+            ax.plot(run['step'], run[quantity], color=COLOURS[i % len(COLOURS)], lw=1.3, label=label)
+        ax.set_title(quantity, fontsize=9)
+        ax.set_xlabel('step')
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc='outside right center', fontsize=8)
     finish(figure, path)
 
 

@@ -6,8 +6,8 @@ import time
 from tqdm import tqdm
 
 PAUSE = 30  # seconds between two lines where there is no terminal
-# Lines of a run that the display leaves out, because it shows the same for all runs together.
-ROUTINE = re.compile(r'step +\d+: |[\d,]+ steps of ')
+# Lines of a run that the display leaves out: it shows the same for all runs together.
+ROUTINE = re.compile(r'step +\d+: |[\d,]+ steps of |.* M parameters$')
 
 
 def duration(seconds):

@@ -118,11 +118,15 @@ def kept(folder):
 
 @dataclass
 class Job:
-    """ A run to be done: its name for the reader, its settings, the folder that keeps it. """
-    name: str
+    """ A run to be done: what it is called, its settings, the folder that keeps it. """
+    label: str
     config: TrainConfig
     folder: str
     may_diverge: bool = False  # whether a run that diverges is a result, its final loss being None
+
+    @property
+    def name(self):
+        return f'{self.label}, seed {self.config.seed}'
 
     def unfinished(self):
         """ Whether the folder holds the beginning of this run. """
@@ -262,6 +266,8 @@ def forecast(jobs, meta, val_tokens):
         if kind not in step_seconds:
             check_memory(model, c.batch_size, device)
             bench = measure.Bench(model, c.batch_size, device, pick_dtype(c.dtype, device))
+            describe, size = bench.model.residual.describe(), bench.model.n_params() / 1e6
+            print(f'{job.label}: {describe}; {size:.2f} M parameters')
             bench.step()  # the first is slower
             step_seconds[kind] = measure.clock(bench.step, device)
         steps = job.steps_left()
@@ -307,7 +313,7 @@ def run_all(todo, cfg):
     for folder, (label, c) in unique.items():
         result = None if cfg.overwrite else kept(folder)
         if result is None or 'diverged' in result and not cfg.goes_on:
-            jobs.append(Job(f'{label}, seed {c.seed}', c, folder, cfg.goes_on))
+            jobs.append(Job(label, c, folder, cfg.goes_on))
     if len(jobs) < len(unique):
         print(f'{len(unique) - len(jobs)} of {len(unique)} runs are kept from an earlier call')
     if jobs:
@@ -344,10 +350,9 @@ def heading(verb, argv, cfg):
 
 
 def conclude(verb, cfg, data, rows, lines, picture):
-    """ Shows the table and the sentences, writes VERB.json and VERB.png, prints the JSON in a line. Returns data. """
-    print('\n' + table(rows) + '\n\n' + '\n'.join(lines))
+    """ Writes VERB.json and VERB.png; shows the table, the sentences and where the files are. Returns data. """
     write_json(os.path.join(cfg.out_dir, f'{verb}.json'), data)
     picture(data, os.path.join(cfg.out_dir, f'{verb}.png'))
+    print('\n' + table(rows) + '\n\n' + '\n'.join(lines))
     print(f'\nwrote {verb}.json and {verb}.png into {cfg.out_dir}')
-    print(json.dumps({k: v for k, v in data.items() if k != 'config'}))
     return data

@@ -1,24 +1,25 @@
 """
-Cost of the residual rules by mode and kernel: forward, forward + backward, training step, one decoded token, memory.
+Cost of the residual rules by mode and kernel: time of forward, step and one decoded token, memory.
 
-All candidates take turns in one process with the standard residual; figures are medians, ratios medians within a round.
-On CUDA also our kernels against their byte floor, and fla-core, liger-kernel and fast-attnres where they are installed.
-On a CPU with one thread the clock is the process's own CPU time, so a busy machine disturbs it less.
+All candidates take turns in one process with the standard residual. Figures are medians, ratios are
+medians of the ratios within a round. On CUDA each kernel is also held against the time of a plain
+copy, and the kernels of fla-core, liger-kernel and fast-attnres are timed where they are installed.
+On a CPU with one thread the clock is the process's own CPU time: a busy machine disturbs it less.
 
     python compare.py speed --shape=B
     python compare.py speed --shape=gpt2 --modes=standard,block:8 --kernels=torch,triton --compile
 """
-import json
 import os
 import statistics
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import config as configuration
 import kernels
+import triton_kernels
 from experiments import cuda, measure
 from experiments.common import environment, mode_keys, table, write_json
 from model import GPT, Cache, GPTConfig
@@ -27,7 +28,8 @@ from train import pick_device, pick_dtype
 SHAPES = {'A': dict(n_layer=4, n_head=4, n_embd=128, n_ctx=64, batch_size=12),
           'B': dict(n_layer=12, n_head=4, n_embd=128, n_ctx=128, batch_size=16),
           'C': dict(n_layer=12, n_head=6, n_embd=384, n_ctx=256, batch_size=8),
-          'gpt2': dict(n_layer=12, n_head=12, n_embd=768, n_ctx=1024, batch_size=12, vocab_size=50304)}
+          'gpt2': dict(n_layer=12, n_head=12, n_embd=768, n_ctx=1024, batch_size=12,
+                       vocab_size=50304)}
 
 
 @dataclass
@@ -47,34 +49,60 @@ class SpeedConfig(GPTConfig):
     out: str = ''  # also write the JSON to this file
 
     def __post_init__(self):
-        configuration.checker(self)
-        if self.shape not in SHAPES:
-            raise ValueError(f'shape={self.shape!r}: must be one of ' + ', '.join(SHAPES))
-        for key, least in (('rounds', 0), ('threads', 1), ('batch_size', 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f'{key}={getattr(self, key)!r}: must be {least} or more')
-        if self.threads > 4096:
-            raise ValueError(f'threads={self.threads!r}: must be 4096 or less')
-        if self.out and not os.path.isdir(os.path.dirname(self.out) or '.') or os.path.isdir(self.out):
-            raise ValueError(f'out={self.out!r}: must be a file in a folder that exists')
-        for kernel in self.kernels.split(','):
-            if kernel not in kernels.KERNELS:
-                raise ValueError(f'kernels={self.kernels!r}: {kernel!r} is none of ' + ', '.join(kernels.KERNELS))
+        check = configuration.checker(self)
+        self.out = configuration.expand(self.out)
+        folder = os.path.dirname(self.out) or '.'
+        writable = not self.out or os.path.isdir(folder) and not os.path.isdir(self.out)
+        check('shape', self.shape in SHAPES, 'one of ' + ', '.join(SHAPES))
+        check('rounds', self.rounds >= 0, '0 or more')
+        check('batch_size', self.batch_size >= 1, '1 or more')
+        check('threads', 1 <= self.threads <= 4096, 'from 1 to 4096')
+        check('out', writable, 'a file in a folder that exists')
+        known = set(self.kernels.split(',')) <= set(kernels.KERNELS)
+        check('kernels', known, 'some of ' + ', '.join(kernels.KERNELS))
 
     def gpt(self, **keys):
         own = {f.name: getattr(self, f.name) for f in fields(GPTConfig)}
         return GPTConfig(**own | {k: v for k, v in keys.items() if k in own})
 
 
+def is_attnres(config):
+    return config.residual in ('full', 'block')
+
+
 def candidates(cfg):
-    """ {label: GPTConfig}, every mode but standard with every kernel; standard, if it is there, first: the base. """
-    out = {}
-    for label, keys in sorted(mode_keys(cfg.modes).items(), key=lambda mode: mode[0] != 'standard'):
-        for kernel in ['auto'] if keys['residual'] == 'standard' else cfg.kernels.split(','):
+    """ {label: GPTConfig}: each mode but standard with each kernel. Standard comes first: the base. """
+    modes, out = mode_keys(cfg.modes), {}
+    for label in sorted(modes, key=lambda label: label != 'standard'):
+        for kernel in ['auto'] if label == 'standard' else cfg.kernels.split(','):
             name = label if kernel == 'auto' else f'{label} {kernel}'
-            out[name] = cfg.gpt(**keys, kernel=kernel)
+            out[name] = cfg.gpt(**modes[label], kernel=kernel)
     return out
 
+
+def peer_benches(cfg, device, dtype):
+    """ {name: Bench} of the AttnRes modes with the reads of each other package that is installed. """
+    out = {}
+    for label, keys in mode_keys(cfg.modes).items():
+        config = cfg.gpt(**keys, kernel='reference')
+        for peer, sources in cuda.peers().items() if is_attnres(config) else ():
+            bench = measure.Bench(config, cfg.batch_size, device, dtype, cfg.compile)
+            bench.model.residual.Sources = sources
+            try:
+                bench.step()
+            except Exception as e:  # theirs: dtypes and widths that a package does not take
+                print(f'{label} {peer}: left out, {type(e).__name__}: {first_line(e)}')
+            else:
+                out[f'{label} {peer}'] = bench
+    return out
+
+
+def first_line(error):
+    return (str(error).splitlines() or [''])[0]
+
+
+# -----------------------------------------------------------------------------
+# What is measured.
 
 def decoder(bench):
     """ A function that decodes one token (batch 1) with half a window in the cache. """
@@ -86,130 +114,143 @@ def decoder(bench):
         model(idx[:, :past], caches=caches)
 
     @torch.no_grad()
-    def fn():
+    def decode():
         for c in caches:
             c.length = past
         bench.run(idx[:, past:past + 1], caches=caches)
-    return fn
+    return decode
 
 
-def clocks(device, threads):
-    return measure.cpu_clock if device.type == 'cpu' and threads == 1 else measure.clock
+def forward(bench):
+    with torch.no_grad():
+        bench.loss()
 
 
-def timed(fns, device, threads, rounds, seconds=20):
-    """ Interleaved times of fns; rounds 0 picks a number that takes about `seconds`. """
-    clock = clocks(device, threads)
-    if not rounds:
-        for fn in fns.values():
-            fn()  # the first call compiles
-        once = sum(clock(fn, device) for fn in fns.values())
+def forward_backward(bench):
+    bench.loss().backward()
+    bench.optimizer.zero_grad(set_to_none=True)
+
+
+KINDS = {'forward': forward, 'forward + backward': forward_backward, 'step': measure.Bench.step}
+
+
+def timed(functions, cfg, device, seconds=20):
+    """ {name: {ms, ratio to the first, n}} of functions that take turns. """
+    clock = measure.cpu_clock if device.type == 'cpu' and cfg.threads == 1 else measure.clock
+    rounds = cfg.rounds
+    if not rounds:  # as many as take about `seconds`
+        for f in functions.values():
+            f()  # the first call compiles
+        once = sum(clock(f, device) for f in functions.values())
         rounds = max(5, min(200, int(seconds / max(once, 1e-4))))
-    return measure.interleaved(fns, device, rounds, clock=clock)
+    times = measure.interleaved(functions, device, rounds, clock=clock)
+    base = next(iter(times.values()))
+    return {name: {'ms': 1e3 * statistics.median(t), 'ratio': measure.ratio(t, base), 'n': len(t)}
+            for name, t in times.items()}
 
 
-def summary(times, base):
-    return {'ms': 1e3 * statistics.median(times), 'ratio': measure.ratio(times, base), 'n': len(times)}
+@contextmanager
+def counted_launches():
+    """ Triton kernels are not launched but counted: a list of the bytes that each reads and writes. """
+    found, launch = [], triton_kernels._launch
+    before = os.environ.get('TRITON_INTERPRET')
 
+    def count(kernel, moved, x, *args):
+        found.append(moved * x.nbytes)
 
-def traffic(config, batch_size):
-    """ u per token of forward + backward on the Triton path in bfloat16, norms included; u: a (tokens, D) tensor, once.
-
-    Counted from the tensors that each launch reads and writes, on any machine: they have shapes, nothing is computed.
-    """
-    was, os.environ['TRITON_INTERPRET'] = os.environ.get('TRITON_INTERPRET'), '1'  # so that no GPU is asked for
-    kernels.traffic = launches = []
+    os.environ['TRITON_INTERPRET'] = '1'  # so that no GPU is asked for
+    triton_kernels._launch = count
     try:
-        with FakeTensorMode():
-            model = GPT(replace(config, kernel='triton'))
-            h = torch.empty(batch_size, config.n_ctx, config.n_embd, requires_grad=True)
-            with torch.autocast('cpu', torch.bfloat16):
-                out = model.residual(h, model.sublayers())
-            out.backward(torch.empty_like(out))
+        yield found
     finally:
-        kernels.traffic = None
+        triton_kernels._launch = launch
         del os.environ['TRITON_INTERPRET']
-        if was is not None:
-            os.environ['TRITON_INTERPRET'] = was
-    return sum(n for _, n in launches) / (h.numel() * 2) + 5  # the final norm: 2 forward, 3 backward
+        if before is not None:
+            os.environ['TRITON_INTERPRET'] = before
+
+
+def traffic(config):
+    """ u of forward + backward of the rule on the Triton path in bfloat16, with the final norm.
+
+    u: a (tokens, D) tensor, read or written once. The count depends on neither tokens nor D, so a
+    tiny network of as many sublayers tells it, on any machine.
+    """
+    tiny = replace(config, kernel='triton', n_ctx=1, vocab_size=1, n_embd=8, n_head=1)
+    h = torch.randn(1, 1, tiny.n_embd, device='cpu', requires_grad=True)
+    with counted_launches() as moved, torch.autocast('cpu', torch.bfloat16):
+        model = GPT(tiny)
+        out = model.residual(h, model.sublayers())
+        out.backward(torch.ones_like(out))
+    return sum(moved) / (h.numel() * 2) + 5  # the final norm: 2 forward, 3 backward
 
 
 def speed(cfg):
+    """ {name: {kind of figure: its numbers}} """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     torch.set_num_threads(cfg.threads)
     configs = candidates(cfg)
-    benches = {name: measure.Bench(c, cfg.batch_size, device, dtype, cfg.compile) for name, c in configs.items()}
-    base = next(iter(benches))
+    benches = {name: measure.Bench(c, cfg.batch_size, device, dtype, cfg.compile)
+               for name, c in configs.items()}
     if device.type == 'cuda':
-        for label, keys in mode_keys(cfg.modes).items():
-            for peer, attend in (cuda.peers() if keys['residual'] in ('full', 'block') else {}).items():
-                bench = measure.Bench(cfg.gpt(**keys, kernel='reference'), cfg.batch_size, device, dtype, cfg.compile)
-                bench.model.residual.attend = cuda.Peer(attend, cfg.norm_eps)
-                try:
-                    bench.step()
-                    benches[f'{label} {peer}'] = bench
-                except Exception as e:  # theirs: dtypes and widths that a package does not take
-                    print(f'{label} {peer}: left out, {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}')
-
-    def forward(b):
-        with torch.no_grad():
-            b.loss()
-
-    def both(b):
-        b.loss().backward()
-        b.optimizer.zero_grad(set_to_none=True)
-
-    kinds = {'forward': forward, 'forward + backward': both, 'step': measure.Bench.step}
+        benches |= peer_benches(cfg, device, dtype)
     rows = {name: {} for name in benches}
-    for kind, fn in kinds.items():
-        times = timed({name: partial(fn, b) for name, b in benches.items()}, device, cfg.threads, cfg.rounds)
-        for name, t in times.items():
-            rows[name][kind] = summary(t, times[base])
+    for kind, f in KINDS.items():
+        found = timed({name: partial(f, b) for name, b in benches.items()}, cfg, device)
+        for name, numbers in found.items():
+            rows[name][kind] = numbers
+    base = next(iter(benches))
     for name, b in benches.items():
         if not cfg.compile:
             kept = measure.alive_bytes(b)
-            rows[name]['kept'] = {'bytes': kept, 'ratio': kept / rows[base].get('kept', {'bytes': kept})['bytes']}
+            rows[name]['kept'] = {'bytes': kept, 'ratio': 1.0 if name == base else kept / rows[base]['kept']['bytes']}
         if device.type == 'cuda':
             rows[name]['peak'] = {'bytes': measure.peak_bytes(b)}
     if cfg.decode:
-        times = timed({name: decoder(benches[name]) for name in configs}, device, cfg.threads, cfg.rounds)
-        for name, t in times.items():
-            rows[name]['decode'] = summary(t, times[base])
-    if kernels.triton is not None:
-        for name, c in configs.items():
-            if c.residual in ('full', 'block'):
-                rows[name]['traffic'] = traffic(c, cfg.batch_size)
-    if device.type == 'cuda' and kernels.triton is not None and dtype != torch.float64:
-        copy = cuda.copy_speed(device)
-        for name, c in configs.items():
-            if c.residual in ('full', 'block'):
-                try:
-                    rows[name]['kernels'] = cuda.kernel_times(c, cfg.batch_size, device, dtype, copy)
-                except RuntimeError as e:
-                    print(f'{name}: kernels not timed, {str(e).splitlines()[0]}')
+        found = timed({name: decoder(benches[name]) for name in configs}, cfg, device)
+        for name, numbers in found.items():
+            rows[name]['decode'] = numbers
+    if triton_kernels.triton is not None:
+        attnres = {name: c for name, c in configs.items() if is_attnres(c)}
+        for name, c in attnres.items():
+            rows[name]['traffic'] = traffic(c)
+        if device.type == 'cuda':
+            time_kernels(attnres, cfg, device, dtype, rows)
     return device, rows
 
 
-def report_kernels(rows):
-    """ Microseconds of each kernel, as text; empty where none was timed. """
+def time_kernels(configs, cfg, device, dtype, rows):
+    """ Adds to rows what each Triton kernel takes. """
+    copy = cuda.copy_speed(device)
+    for name, c in configs.items():
+        try:
+            rows[name]['kernels'] = cuda.kernel_times(c, cfg.batch_size, device, dtype, copy)
+        except RuntimeError as e:
+            print(f'{name}: kernels not timed, {first_line(e)}')
+
+
+# -----------------------------------------------------------------------------
+# What is shown.
+
+def kernel_cells(rows):
+    """ The table of kernels: only its head where none was timed. """
     out = [('', 'kernel', 'launches', 'us each', 'floor us', 'floor / time')]
     for name, r in rows.items():
         for op, k in r.get('kernels', {}).items():
-            out.append((name, op, str(k['launches']), f'{k["us"]:.1f}', f'{k["floor_us"]:.1f}', f'{k["of_floor"]:.0%}'))
-    return '\n' + table(out) if len(out) > 1 else ''
+            out.append((name, op, str(k['launches']), f'{k["us"]:.1f}', f'{k["floor_us"]:.1f}',
+                        f'{k["of_floor"]:.0%}'))
+    return out
 
 
-def report(rows):
-    """ The rows as text. """
-    head = ('', 'forward', 'forward + backward', 'step', 'kept for backward', 'decode')
-    out = [head]
+def cells(rows):
+    """ The table: ratios to the first row, and the time of its step. """
+    columns = ('forward', 'forward + backward', 'step', 'kept', 'decode')
+    out = [('', 'forward', 'fwd + bwd', 'step', 'step ms', 'kept', 'decode', 'traffic')]
     for name, r in rows.items():
-        cells = [f'{r[k]["ratio"]:.3f} x ({r[k]["ms"]:.1f} ms)' if k in r else '' for k in (*head[1:4], 'decode')]
-        cells.insert(3, f'{r["kept"]["ratio"]:.3f} x ({r["kept"]["bytes"] / 2**20:.0f} MiB)' if 'kept' in r else '')
-        out.append((name, *cells, f'{r["traffic"]:.0f} u' if 'traffic' in r else ''))
-    out[0] = (*head, 'traffic')
-    return table(out)
+        ratios = [f'{r[k]["ratio"]:.2f} x' if k in r else '' for k in columns]
+        moved = f'{r["traffic"]:.0f} u' if 'traffic' in r else ''
+        out.append((name, *ratios[:3], f'{r["step"]["ms"]:.1f}', *ratios[3:], moved))
+    return out
 
 
 def main(argv):
@@ -221,11 +262,16 @@ def main(argv):
     shape = SHAPES.get(shape, {}) if isinstance(shape, str) else {}
     cfg = configuration.build(SpeedConfig, shape | values)
     device, rows = speed(cfg)
-    print(report(rows) + report_kernels(rows))
-    sizes = {f.name: getattr(cfg, f.name) for f in fields(SpeedConfig) if f.name not in ('out', 'rounds', 'kernel')}
-    out = {'command': ' '.join(['python compare.py speed', *argv]), **environment(device), 'threads': cfg.threads,
-           'cpu': os.uname().machine if hasattr(os, 'uname') else '', 'config': sizes, 'rows': rows}
-    print(json.dumps(out))
+    print(table(cells(rows)))
+    print('kept: bytes for the backward pass. decode: one token. u: tokens x width numbers.')
+    launches = kernel_cells(rows)
+    if len(launches) > 1:
+        print('\n' + table(launches))
+    sizes = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in ('out', 'rounds', 'kernel')}
+    machine = os.uname().machine if hasattr(os, 'uname') else ''
+    out = {'command': ' '.join(['python compare.py speed', *argv]), **environment(device),
+           'threads': cfg.threads, 'cpu': machine, 'config': sizes, 'rows': rows}
     if cfg.out:
         write_json(cfg.out, out)
+        print(f'\nwrote {cfg.out}')
     return out

@@ -1,14 +1,15 @@
 """
-Trains the residual rules over several values of one key: where is each at its best, and does one for all favour any?
+Trains the residual rules over several values of one key: where is each at its best?
 
     python compare.py sweep --vary=learning_rate=1e-3,2e-3,4e-3,8e-3 --seeds=2
     python compare.py sweep --vary=scale_proj_init=true,false --modes=standard,block:4
+    python compare.py sweep --vary=n_layer,n_embd=6:136,12:96     several keys at once
 
 With learning_rate, min_lr keeps its share of it.
 """
 import math
 from dataclasses import dataclass, fields
-from statistics import mean
+from statistics import mean, stdev
 
 import config as configuration
 from experiments import pictures
@@ -16,32 +17,39 @@ from experiments.common import paired, signed
 from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
 from train import MAY_CHANGE_ON_RESUME, TrainConfig
 
-KEYS = {f.name: f.type for f in fields(TrainConfig)
-        if f.name not in MAY_CHANGE_ON_RESUME | {'residual', 'residual_blocks', 'seed', 'dataset', 'init_from',
-                                                 'min_lr', 'vocab_size'}}
+FIXED = {'residual', 'residual_blocks', 'seed', 'dataset', 'init_from', 'min_lr', 'vocab_size'}
+KEYS = {f.name: f.type for f in fields(TrainConfig) if f.name not in MAY_CHANGE_ON_RESUME | FIXED}
 
 
 @dataclass
 class SweepConfig(RunsConfig):
-    vary: str = 'learning_rate=1e-3,2e-3,4e-3,8e-3'  # KEY=VALUE,VALUE,...: every mode is trained with each value
+    vary: str = 'learning_rate=1e-3,2e-3,4e-3,8e-3'  # KEY=VALUE,VALUE,... or KEY,KEY=VALUE:VALUE,VALUE:VALUE,...
     seeds: int = 2  # paired runs of each mode and value
     goes_on = True
 
     def __post_init__(self):
         super().__post_init__()
         check = configuration.checker(self)
-        key, has_values, texts = self.vary.partition('=')
-        check('vary', has_values and key in KEYS, 'KEY=VALUE,VALUE,... with KEY one of ' + ', '.join(KEYS))
-        self.values = {text.strip(): configuration.convert(key, text.strip(), KEYS[key]) for text in texts.split(',')}
-        check('vary', len(self.values) == texts.count(',') + 1, 'without a value given twice')
-        for value in self.values.values():
-            self.mode_configs(**self.changed(value))
+        names, has_values, texts = self.vary.partition('=')
+        keys, texts = split(names, ','), split(texts, ',')
+        known = has_values and set(keys) <= set(KEYS) and len(set(keys)) == len(keys)
+        check('vary', known, 'KEY=VALUE,VALUE,... with KEY one of ' + ', '.join(KEYS))
+        check('vary', len(set(texts)) == len(texts), 'without a value given twice')
+        self.points = {}  # {text of the values: the settings that it stands for}
+        for text in texts:
+            values = split(text, ':')
+            check('vary', len(values) == len(keys), f'{len(keys)} values joined by ":" at each point, not {text!r}')
+            point = {key: configuration.convert(key, value, KEYS[key])
+                     for key, value in zip(keys, values, strict=True)}
+            if 'learning_rate' in point:
+                share = self.min_lr / self.learning_rate if self.learning_rate else 1.0
+                point['min_lr'] = point['learning_rate'] * share
+            self.points[text] = point
+            self.mode_configs(**point)
 
-    def changed(self, value):
-        """ The settings that a value stands for. """
-        key = self.vary.partition('=')[0]
-        share = self.min_lr / self.learning_rate if self.learning_rate else 1.0
-        return {key: value} | ({'min_lr': value * share} if key == 'learning_rate' else {})
+
+def split(text, mark):
+    return [part.strip() for part in text.split(mark)]
 
 
 def average(losses):
@@ -61,41 +69,53 @@ def best_values(loss):
     return {label: min(by, key=lambda value, by=by: average(by[value])) for label, by in loss.items()}
 
 
-def cells(data):
-    """ The table: a row a value, a column a mode, then the paired differences from the base. """
+def cells(data, full=False):
+    """ The table: a row a mode, a column a value; in full with the spread and the difference from the base. """
     loss, base = data['final_loss'], data['base']
-    others = [label for label in loss if label != base]
-    rows = [(data['vary'].partition('=')[0], *loss, *(f'{label} - {base}' for label in others))]
-    for value in loss[base]:
-        rows.append((value, *('diverged' if None in loss[k][value] else f'{mean(loss[k][value]):.4f}' for k in loss),
-                     *(difference(loss[label][value], loss[base][value]) for label in others)))
+    rows = [(f'{data["vary"].partition("=")[0]}:', *loss[base])]
+    for label, by in loss.items():
+        row = [label]
+        for value, losses in by.items():
+            text = 'diverged' if None in losses else f'{mean(losses):.4f}'
+            if full and None not in losses and len(losses) > 1:
+                text += f' (sd {stdev(losses):.4f})'
+            if full and label != base:
+                text += f', {difference(losses, loss[base][value])}'
+            row.append(text)
+        rows.append(tuple(row))
     return rows
 
 
 def verdicts(data):
     """ A sentence a mode: its best value, the difference from the base there, at the base's best, each at its own. """
-    loss, base, key = data['final_loss'], data['base'], data['vary'].partition('=')[0]
+    loss, base, keys = data['final_loss'], data['base'], data['vary'].partition('=')[0]
     best = best_values(loss)
-    numbers = [float(v) for v in loss[base]] if KEYS[key] in (int, float) else []
-
-    def at(value):
-        edge = numbers and float(value) in (min(numbers), max(numbers))
-        return value + (' (an end of what was tried)' if edge else '')
-    out = [f'{base} is at its best with {key} {at(best[base])}: {average(loss[base][best[base]]):.4f}']
-    for label in (label for label in loss if label != base):
-        own, theirs = best[label], best[base]
-        text = (f'{label} is at its best with {at(own)}: {average(loss[label][own]):.4f}; {label} - {base} there '
-                + difference(loss[label][own], loss[base][own]))
+    ends = outermost(keys, loss[base])
+    lines = []
+    for label in sorted(loss, key=lambda label: label != base):  # the base first
+        by, own, theirs = loss[label], best[label], best[base]
+        text = f'{label} is at its best with {keys} {own}'
+        if own in ends:
+            text += ' (an end of what was tried)'
+        text += f': {average(by[own]):.4f}'
+        if label != base:
+            text += f'; {label} - {base} there {difference(by[own], loss[base][own])}'
         if own != theirs:
-            text += (f', at the best of {base} {difference(loss[label][theirs], loss[base][theirs])}, each at its own '
-                     f'best {difference(loss[label][own], loss[base][theirs])} (optimistic: chosen by these runs)')
-        out.append(text)
-    return out
+            text += (f', at the best of {base} {difference(by[theirs], loss[base][theirs])}, each at its own best '
+                     f'{difference(by[own], loss[base][theirs])} (optimistic: chosen by these runs)')
+        lines.append(text)
+    return lines
+
+
+def outermost(keys, values):
+    """ The lowest and the highest of the values, if they are numbers of one key. """
+    if KEYS.get(keys) not in (int, float):
+        return ()
+    return min(values, key=float), max(values, key=float)
 
 
 def main(argv):
     cfg = settings(SweepConfig, argv, 'compare', __doc__.split('\n\n')[0])
-    key = cfg.vary.partition('=')[0]
-    data = {**heading('sweep', argv, cfg), 'vary': cfg.vary,
-            **final_losses(cfg, {text: cfg.changed(v) for text, v in cfg.values.items()}, key + ' {}')}
+    keys = cfg.vary.partition('=')[0]
+    data = {**heading('sweep', argv, cfg), 'vary': cfg.vary, **final_losses(cfg, cfg.points, keys + ' {}')}
     return conclude('sweep', cfg, data, cells(data), verdicts(data), pictures.sweep)

@@ -65,5 +65,5 @@ def test_compare_on_bpe(loaded, tmp_path, monkeypatch, capsys, root):
         monkeypatch.setattr(module, 'load', lambda name: prepare.load(name, root=root))
     monkeypatch.setattr('experiments.depth.Data', train.Data)
     compare.main(['config/compare_cpu.toml', *KEYS, '--max_iters=2', '--timing_rounds=0', '--noise=false',
-                  '--workers=1', '--modes=standard,block', f'--out_dir={tmp_path}'])
-    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['modes']['block']['params'] > 800_000
+                  '--workers=1', '--modes=standard,block', '--json', f'--out_dir={tmp_path}'])
+    assert json.loads(capsys.readouterr().out)['modes']['block']['params'] > 800_000

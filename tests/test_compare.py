@@ -5,13 +5,15 @@ import os
 import statistics
 import sys
 
+import claims
 import pytest
 import torch
 
 import compare
+import config as configuration
 import train as trainer
 from experiments import loss as L
-from experiments import measure, pictures, progress, readme, runs
+from experiments import measure, pictures, progress, results, runs
 from experiments.common import table
 
 TINY = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=4',
@@ -52,8 +54,8 @@ def test_noise_is_the_base_with_other_batches(done):
     base, noise = data['modes']['standard'], data['noise']
     assert noise['first_loss'] == base['first_loss'] and len(noise['final_loss']) == 2
     gaps = [abs(a - b) for a, b in zip(noise['final_loss'], base['final_loss'], strict=True)]
-    assert min(gaps) > 1e-6 and f'{max(gaps):.4f} apart at most' in L.verdicts(data)[0]
-    assert L.cells(data)[2][0] == 'standard, other batches'
+    assert min(gaps) > 1e-6 and f'{max(gaps):.4f} away at most' in L.verdicts(data)[0]
+    assert L.cells(data)[2][0] == 'other batches'
 
 
 def test_depth_is_shown_at_the_end(done):
@@ -223,11 +225,12 @@ def test_the_forecast_counts_steps_left_and_evaluations(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.measure, 'clock', lambda fn, device: 2.0)
     config = trainer.TrainConfig(**SHORT, max_iters=100, eval_interval=50, gradient_accumulation_steps=3)
     job = runs.Job('a', config, str(tmp_path))
-    assert runs.forecast([job], {'n_vocab': 65}, 10**6) == {'a': (100, 2.0 * (300 + 3 * 3 / 3))}
-    assert runs.forecast([job], {'n_vocab': 65}, 33)['a'][1] == 2.0 * (300 + 3 * 2 / 3)  # 2 batches hold the text
+    assert runs.forecast([job], {'n_vocab': 65}, 10**6) == {job.name: (100, 2.0 * (300 + 3 * 3 / 3))}
+    assert runs.forecast([job], {'n_vocab': 65}, 33)[job.name][1] == 2.0 * (300 + 3 * 2 / 3)  # 2 batches hold the text
     trainer.train(trainer.TrainConfig(**SHORT, max_iters=4, out_dir=str(tmp_path)), quiet=True)
-    assert runs.forecast([job], {'n_vocab': 65}, 10**6)['a'][0] == 96
-    assert runs.forecast([runs.Job('a', config, str(tmp_path / 'new'))], {'n_vocab': 65}, 10**6)['a'][0] == 100
+    assert runs.forecast([job], {'n_vocab': 65}, 10**6)[job.name][0] == 96
+    new = runs.Job('a', config, str(tmp_path / 'new'))
+    assert runs.forecast([new], {'n_vocab': 65}, 10**6)[new.name][0] == 100
 
 
 def test_a_network_too_large_is_refused_before_it_is_timed(tmp_path, capsys):
@@ -272,11 +275,26 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch):
     assert resumed == [True]
 
 
-def test_last_line_is_json(done, capsys):
+def test_json_goes_to_stdout_only_if_asked(done, capsys):
     out, _ = done
-    compare.main([*BARE, '--modes=standard', f'--out_dir={out}'])
-    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert last['modes']['standard']['params'] > 0 and last['torch'] == torch.__version__
+    args = [*BARE, '--modes=standard,full', f'--out_dir={out}']
+    compare.main(args)
+    shown = capsys.readouterr().out
+    assert '{' not in shown and shown.splitlines()[-1].startswith('wrote results.json')
+    compare.main([*args, '--json'])
+    shown = capsys.readouterr()
+    data = json.loads(shown.out)
+    assert data == json.loads((out / 'results.json').read_text()) and data['torch'] == torch.__version__
+    assert 'wrote results.json' in shown.err
+
+
+def test_the_table_fits_an_ordinary_terminal(done):
+    _, data = done
+    longest = {'denseformer': data['modes']['standard'], 'block:12': data['modes']['full']}
+    wide = data | {'modes': data['modes'] | longest, 'memory': 'peak memory'}
+    lines = (table(L.cells(wide)) + '\n' + L.legend(wide)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(len(row) == len(L.COLUMNS) for row in L.cells(wide, L.COLUMNS))
 
 
 def test_paired_statistics():
@@ -286,7 +304,7 @@ def test_paired_statistics():
     assert L.paired([1.], [3.]) == (-2., None)
 
 
-def results(base, other):
+def results_of(base, other):
     history = [[[0, 4.], [10, 3.], [20, v]] for v in base], [[[0, 4.], [10, 2.5], [20, v]] for v in other]
     mean, half = L.paired(other, base)
     mode = {'params': 1, 'first_loss': 4., 'best_loss': base, 'cost': {'ms': 1., 'ratio': 1.1, 'bytes': 2**20}}
@@ -304,15 +322,15 @@ def results(base, other):
     ([2.0, 2.001, 2.002], [2.5, 2.501, 2.502], 'higher, by more than'),
 ])
 def test_a_difference_within_noise_is_called_so(base, other, says):
-    assert says in L.verdicts(results(base, other))[0]
+    assert says in L.verdicts(results_of(base, other))[0]
 
 
 def test_when_a_mode_reaches_the_goal():
     assert L.reaches([[[0, 4.], [10, 3.], [20, 2.]]], 2.5) == 15
     assert L.reaches([[[0, 4.], [10, 3.]]], 2.5) is None
     assert L.reaches([[[0, 4.], [10, 4.]]], 4.) == L.reaches([[[0, 3.], [10, 4.]]], 4.5) == 10  # not at the start
-    assert 'never' in L.verdicts(results([2.0], [2.2]))[0]
-    assert 'at step 15 of 20, after 0 s (0.82 x the time of standard)' in L.verdicts(results([2.0], [1.5]))[0]
+    assert 'never' in L.verdicts(results_of([2.0], [2.2]))[0]
+    assert 'at step 15 of 20, after 0 s (0.82 x the time of standard)' in L.verdicts(results_of([2.0], [1.5]))[0]
 
 
 def test_table_is_aligned():
@@ -343,12 +361,13 @@ def test_alive_bytes_of_a_known_graph():
 
 
 def test_picture_of_five_seeds(tmp_path):
-    data = results([2.0, 2.1, 2.2, 2.3, 2.4], [1.9, 2., 2.1, 2.2, 2.3])
+    data = results_of([2.0, 2.1, 2.2, 2.3, 2.4], [1.9, 2., 2.1, 2.2, 2.3])
     pictures.loss(data, tmp_path / 'loss.png')
     assert (tmp_path / 'loss.png').stat().st_size > 10_000
 
 
 @pytest.mark.parametrize('args,says', [
+    (['results', '--only=x', '--rerun'], 'only='),
     (['--modes=standard,foo'], "'foo'"), (['--modes='], "''"), (['--modes=full:3'], 'full:3'),
     (['--modes=block:x'], 'block:x'),
     (['--modes=block:99'], 'residual_blocks=99'), (['--seeds=0'], 'seeds=0'), (['--seeds=x'], 'seeds'),
@@ -366,7 +385,7 @@ def test_mean_loss_in_the_table_is_that_of_the_runs(done):
     _, data = done
     row = dict(zip(L.cells(data)[0], L.cells(data)[3], strict=True))
     mean = statistics.mean(data['modes']['full']['final_loss'])
-    assert row['mode'] == 'full' and row['final loss'].startswith(f'{mean:.4f}')
+    assert row['mode'] == 'full' and row['final loss'] == f'{mean:.4f}'
 
 
 @pytest.mark.parametrize('args,says', [
@@ -393,8 +412,78 @@ def test_interrupting_is_one_line(monkeypatch, capsys):
     assert e.value.code == 130 and capsys.readouterr().err.count('\n') == 1
 
 
-def test_a_difference_in_words():
-    assert readme.in_words([1.0], [2.0]) == '-1.0000 from one seed, not resolved'
-    assert readme.in_words([1.0, 1.1], [2.0, 2.1]) == '-1.0000 +- 0.0000'
-    assert readme.in_words([1.0, 2.0], [1.5, 1.0]).endswith(', not resolved')
-    assert readme.in_words([1.0, None], [2.0, 2.0]) == readme.in_words([1.0], [None]) == 'none (diverged)'
+RESULTS = (results.ROOT / 'RESULTS.md').read_text(encoding='utf-8')
+
+
+def test_results_are_generated_from_what_they_show():
+    assert results.render(RESULTS) == RESULTS, 'python compare.py results writes it'
+
+
+def test_every_number_in_the_words_of_results_comes_from_an_asset():
+    words = RESULTS.partition(results.HAND[1])[0]
+    assert claims.wrong(words) == [] and len(claims.COMMENT.findall(words)) > 5
+    assert claims.wrong(words.replace('0.041 ', '0.042 ')) and claims.wrong(words + '\nIt is 0.5 better.')
+
+
+def test_words_by_hand_are_kept_and_a_part_appears_with_its_asset(tmp_path, monkeypatch):
+    begin, end = results.HAND
+    monkeypatch.setattr(results, 'ROOT', tmp_path)
+    page = f'# Results\n\n{begin}\nMy words.\n{end}\n'
+    assert results.render(page) == page
+    (tmp_path / 'assets').mkdir()
+    asset = results.json.dumps({'command': 'c', 'torch': '2', 'device': 'cpu', 'commit': 'abc+', 'u': {'full': 805}})
+    (tmp_path / 'assets' / 'traffic.json').write_text(asset)
+    shown = results.render(page + 'An old part.\n')
+    assert shown.startswith(page) and '| full | 805 |' in shown and 'An old part' not in shown
+    assert 'commit abc with changes.' in shown
+    with pytest.raises(ValueError, match='written by hand'):
+        results.render('# Results\n')
+
+
+def test_check_tells_whether_the_page_is_up_to_date(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, 'ROOT', tmp_path)
+    page = '\n'.join(results.HAND) + '\n'
+    for text, code in ((page, 0), (page + 'more', 1)):
+        (tmp_path / 'RESULTS.md').write_text(text)
+        with pytest.raises(SystemExit) as stop:
+            compare.main(['results', '--check'])
+        assert stop.value.code == code and (tmp_path / 'RESULTS.md').read_text() == text
+    assert 'python compare.py results' in capsys.readouterr().out
+
+
+def test_rerun_makes_the_parts_asked_for(tmp_path, monkeypatch):
+    """ Each part's command line is one that its verb takes, whatever part is run. """
+    calls = []
+    monkeypatch.setattr(results, 'ROOT', tmp_path)
+    monkeypatch.setattr(results, 'load', lambda name: calls.append(name))
+    monkeypatch.setattr(results.shutil, 'copy', lambda a, b: calls.append((str(a), b.name)))
+    monkeypatch.setattr(results, 'write_json', lambda path, value: calls.append(path.name))
+    for verb in (L, results.sweep, results.scaling):
+        monkeypatch.setattr(verb, 'main', lambda argv, verb=verb: calls.append(verb))
+    monkeypatch.setattr(results.cost, 'main', lambda argv: calls.append(argv))
+    results.rerun(['rates', 'shakespeare', 'speed_B', 'ablations'])
+    assert calls == ['enwik8', results.sweep, ('out/results/sweep.json', 'rates.json'), L,
+                     ('out/results/results.json', 'shakespeare.json'), ('out/results/depth.json', 'depth.json'),
+                     ['--shape=B', '--out=assets/speed_B.json'], L, ('out/results/results.json', 'ablations.json')]
+
+
+@pytest.mark.parametrize('name', [name for name, part in results.PARTS.items() if part.get('argv')])
+def test_each_part_of_results_can_be_made(name):
+    part = results.PARTS[name]
+    if part['kind'] == 'speed':
+        results.cost.SpeedConfig(**configuration.parse(results.cost.SpeedConfig, part['argv']))
+    else:
+        cls = results.sweep.SweepConfig if part['kind'] == 'sweep' else L.CompareConfig
+        runs.settings(cls, [*part['argv'], '--device=cpu'], 'compare', '')
+
+
+def test_the_paper_is_beside_our_dots(tmp_path):
+    data = results_of([2.0, 2.1, 2.2], [1.9, 2., 2.1])
+    pictures.dots(data, tmp_path / 'dots.png', 'standard', {'full': -0.029})
+    assert (tmp_path / 'dots.png').stat().st_size > 5_000
+
+
+def test_picture_of_the_first_steps(tmp_path):
+    run = {'step': [0, 1, 2], 'norm of the queries': [0., 1., 2.], 'entropy': [1., 0.9, 0.8]}
+    pictures.start({'runs': {'full': run, 'block': run}}, tmp_path / 'start.png')
+    assert (tmp_path / 'start.png').stat().st_size > 5_000

@@ -4,23 +4,24 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import baselines  # noqa: F401 - registers the rules
 import compare
 import train as trainer
 from experiments.depth import mixing, observe, watch
-from model import GPT, RESIDUALS, GPTConfig
+from model import GPT, RESIDUALS, FullAttnRes, GPTConfig
 
 V, D, T = 11, 16, 6
 MODES = [('standard', 1), ('full', 1), ('block', 1), ('block', 3), ('block', 4)] \
     + [(rule, 1) for rule in RESIDUALS if rule not in ('standard', 'full', 'block')]
 WITH_MATRIX = [m for m in MODES if m[0] not in ('ddl', 'heads')]  # a matrix for each head is no matrix
 KEYS = ['config/shakespeare_char_cpu.toml', '--n_layer=3', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=2',
-        '--max_iters=3', '--eval_interval=3', '--eval_iters=1', '--kernel=reference', '--device=cpu']
+        '--max_iters=3', '--eval_interval=3', '--eval_iters=1', '--device=cpu']
 
 
 def build(mode, N=1, random=True, **keys):
-    keys = dict(n_ctx=8, vocab_size=V, n_layer=3, n_head=2, n_embd=D, kernel='reference') | keys
+    keys = dict(n_ctx=8, vocab_size=V, n_layer=3, n_head=2, n_embd=D) | keys
     model = GPT(GPTConfig(residual=mode, residual_blocks=N, **keys)).eval()
     if random:
         with torch.no_grad():
@@ -35,10 +36,10 @@ def batch():
 
 def observed(model):
     """M (L + 1, L + 1, B, T), sources (L + 1, B, T, D), reads (L + 1, B, T, D) of one pass"""
-    v, h = watch(model)
+    seen = watch(model)
     model(*batch())
-    v, h = torch.stack(v).detach(), torch.stack(h).detach()
-    return mixing(model.residual, v), v, h
+    v, h = torch.stack(seen.sources).detach(), torch.stack(seen.reads).detach()
+    return mixing(model.residual, seen), v, h
 
 
 @pytest.mark.parametrize('n_embd', [16, 4])  # 4 channels: fewer than the 7 sources, so several passes
@@ -53,21 +54,72 @@ def test_matrix_gives_back_what_was_read(mode, N, n_embd):
         assert (rebuilt[l] - h[l]).norm() < 1e-5 * h[l].norm()
 
 
+@pytest.mark.parametrize('kernel', ['reference', 'torch'])
 @pytest.mark.parametrize('mode, N', [('full', 1), ('block', 2), ('block', 3), ('block', 4)])
-def test_attnres_matrix_is_the_weights_the_model_used(mode, N):
-    """Against the hook on the attending module: the weight of a block sum belongs to each sublayer in it."""
-    model, alphas = build(mode, N), []
-    model.residual.attend.register_forward_hook(lambda m, args, out: alphas.append(m.alpha(*args)))
-    v, _ = watch(model)
-    model(*batch())
-    used, S = tuple(alphas), model.residual.S  # mixing runs the rule again, and the hook with it
-    M = mixing(model.residual, torch.stack(v).detach())
-    for l, alpha in enumerate(used):
+def test_attnres_matrix_is_the_weights_the_model_used(mode, N, kernel):
+    """ The weight of a block sum belongs to each sublayer in it; the weights are the reference path's. """
+    model, plain, alphas = build(mode, N, kernel=kernel), build(mode, N), []
+    plain.load_state_dict(model.state_dict())
+    plain.residual.kernel = 'reference'
+    plain.residual.on_read = lambda l, alpha: alphas.append(alpha)
+    seen, tokens = watch(model), batch()
+    with torch.no_grad():
+        model(*tokens)
+        plain(*tokens)
+    S, M = model.residual.S, mixing(model.residual, seen)
+    for l, alpha in enumerate(alphas):
         assert len(alpha) == 1 + math.ceil(l / S)
         assert (alpha.sum(0) - 1).abs().max() < 1e-5
-        assert (M[l, 0] - alpha[0]).abs().max() < 1e-6
+        assert (M[l, 0] - alpha[0]).abs().max() < 1e-5
         for i in range(l):
-            assert (M[l, i + 1] - alpha[1 + i // S]).abs().max() < 1e-6
+            assert (M[l, i + 1] - alpha[1 + i // S]).abs().max() < 1e-5
+
+
+def test_a_rule_of_ones_own_is_measured_as_it_runs():
+    """ A window: the embedding and the last two outputs. The rule forgets a source, the matrix shows it. """
+    class Window(FullAttnRes):
+        def forward(self, h, sublayers):
+            v = self.sources(h)
+            for l, f in enumerate(sublayers):
+                v.push(f(v.read(l)))
+                if len(v) > 3:
+                    v.drop(1)
+            return v.read(self.L)
+    model = build('full')
+    model.residual.__class__ = Window
+    M, _, _ = observed(model)
+    assert (M[6, 1:5] == 0).all() and (M[6, [0, 5, 6]] > 0).all()
+    model(*batch())  # the rule has its own sources again
+    assert 'sources' not in vars(model.residual)
+
+
+def test_other_sums_than_were_read_are_no_matrix():
+    model = build('full')
+    seen = watch(model)
+    model(*batch())
+    seen.alphas[-1] = 6, seen.alphas[-1][1].flip(0)
+    assert mixing(model.residual, seen) is None
+
+
+class NoFloat64(TorchFunctionMode):
+    """ A device that has no float64, like a Mac's GPU: only what was copied to the CPU may be widened. """
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        name = getattr(func, '__name__', '')
+        if name == 'cpu':
+            out = out.detach()
+            out.is_on_the_cpu = True
+        if name == 'double' and not getattr(args[0], 'is_on_the_cpu', False):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        return out
+
+
+@pytest.mark.parametrize('mode', ['block', 'mhc'])
+def test_a_device_without_float64(mode):
+    with NoFloat64():
+        assert observe(build(mode), [batch()])['matrix']
+        with pytest.raises(TypeError):
+            torch.zeros(1).double()
 
 
 def test_standard_is_all_ones():
@@ -107,7 +159,8 @@ def test_dynamics():
     model = build('block', 3).double()
     big, small = batch(), tuple(x[:1] for x in batch())
     m = observe(model, [big, small])
-    v, h = watch(model)
+    seen = watch(model)
+    v, h = seen.sources, seen.reads
     total = 0
     for idx, targets in (big, small):
         loss = model(idx, targets)[1] * idx.numel()
@@ -135,8 +188,8 @@ def test_one_directory(runs, capsys):
     assert {'depth.json', 'depth.png', 'dynamics.png'} <= {p.name for p in (runs / 'block').iterdir()}
     m = json.loads((runs / 'block' / 'depth.json').read_text())['modes']['block:2']
     assert m == data['modes']['block:2'] and len(m['matrix']) == len(m['spread']) == 7 and m['S'] == 3
-    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert list(last['modes']) == ['block:2']
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1].startswith('wrote depth.json') and max(map(len, out[-5:-1])) <= 80
 
 
 def test_several_modes(runs, tmp_path, capsys):

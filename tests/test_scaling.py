@@ -100,7 +100,7 @@ def test_scaling_runs(tmp_path, capsys):
     assert loss['standard'][0] != loss['full'][0] and data['fits']['full']['alpha'] != 0
     assert json.loads((tmp_path / 'scaling.json').read_text())['fits'] == data['fits']
     assert (tmp_path / 'scaling.png').stat().st_size > 10_000
-    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['fits'] == data['fits']
+    assert capsys.readouterr().out.splitlines()[-1].startswith('wrote scaling.json and scaling.png')
 
 
 def test_sweep_runs(tmp_path, monkeypatch):
@@ -134,9 +134,11 @@ def test_a_sweep_goes_on_where_a_run_diverges_and_a_comparison_does_not(tmp_path
         assert len(seen) == 8  # what diverged is kept, too
     assert data['final_loss'] == {'full': {'1': [1.0, 1.0], '2': [2.0, 2.0]},
                                   'standard': {'1': [1.0, 1.0], '2': [None, None]}}
-    assert sweep.cells(data)[2] == ('2', '2.0000', 'diverged', 'none (diverged)')
+    assert sweep.cells(data)[2] == ('standard', '1.0000', 'diverged')
+    assert sweep.cells(data, full=True)[1][2] == '2.0000 (sd 0.0000), none (diverged)'
     assert 'standard is at its best with learning_rate 1 ' in sweep.verdicts(data)[0]
-    assert json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)['final_loss']
+    assert json.loads((tmp_path / 'sweep.json').read_text(), parse_constant=pytest.fail)['final_loss']
+    capsys.readouterr()
     assert (tmp_path / 'sweep.png').stat().st_size > 10_000
     with pytest.raises(SystemExit) as stop:
         compare.main([*args, '--learning_rate=2', '--min_lr=1', '--noise=false'])  # the same runs
@@ -148,16 +150,30 @@ def test_sweep_compares_each_mode_at_its_best():
             'final_loss': {'standard': {'1': [3.0, 3.0], '2': [2.0, 2.0]}, 'full': {'1': [1.5, 1.7], '2': [2.5, 2.5]}}}
     first, second = sweep.verdicts(data)
     assert 'learning_rate 2 (an end of what was tried): 2.0000' in first
-    for part in ('best with 1 (an end of what was tried): 1.6000', 'there -1.4000', 'at the best of standard +0.5000',
+    for part in ('best with learning_rate 1 (an end of what was tried): 1.6000', 'there -1.4000',
+                 'at the best of standard +0.5000',
                  'each at its own best -0.4000 +- 1.2710 (optimistic'):
         assert part in second
     data['final_loss']['full']['2'] = [1.0, 1.2]  # both at their best with the same value
     assert sweep.verdicts(data)[1].endswith('tried): 1.1000; full - standard there -0.9000 +- 1.2710')
     data['final_loss']['full']['2'] = [2.5, 2.5]
-    assert sweep.cells(data)[1] == ('1', '3.0000', '1.6000', '-1.4000 +- 1.2710')
+    assert sweep.cells(data)[:2] == [('learning_rate:', '1', '2'), ('standard', '3.0000', '2.0000')]
+    assert sweep.cells(data, full=True)[2][1] == '1.6000 (sd 0.1414), -1.4000 +- 1.2710'
+
+
+def test_a_sweep_takes_several_keys_at_once():
+    cfg = sweep.SweepConfig(vary='n_layer,n_embd=6:132,12: 96', n_head=4, bias=False)
+    assert cfg.points == {'6:132': {'n_layer': 6, 'n_embd': 132}, '12: 96': {'n_layer': 12, 'n_embd': 96}}
+    cfg = sweep.SweepConfig(vary='learning_rate,beta2=1e-3:0.9', learning_rate=4e-3, min_lr=4e-4)
+    assert cfg.points['1e-3:0.9'] == {'learning_rate': 1e-3, 'beta2': 0.9, 'min_lr': pytest.approx(1e-4)}
+    data = {'base': 'standard', 'vary': 'n_layer,n_embd=6:132,12:96',
+            'final_loss': {'standard': {'6:132': [3.0], '12:96': [2.0]}}}
+    assert sweep.verdicts(data) == ['standard is at its best with n_layer,n_embd 12:96: 2.0000']
 
 
 @pytest.mark.parametrize('args, says', [
+    (['sweep', '--vary=n_layer,n_embd=6'], 'vary='), (['sweep', '--vary=n_layer=6:4'], 'vary='),
+    (['sweep', '--vary=n_layer,n_layer=6:6'], 'vary='), (['sweep', '--vary=n_layer,=6:6'], 'vary='),
     (['sweep', '--vary=lr=1'], 'vary='), (['sweep', '--vary=learning_rate'], 'vary='),
     (['sweep', '--vary=learning_rate=1,1'], 'twice'), (['sweep', '--vary=learning_rate=x'], 'learning_rate='),
     (['sweep', '--vary=residual=full'], 'vary='), (['sweep', '--vary=n_layer=0'], 'n_layer=0'),
