@@ -77,6 +77,72 @@ def depth_attention(h, sublayers, query, S, eps):
     return attend(sources_at(L, embedding, outputs, S, L), query[L], eps)
 
 
+def follow(verbs, outputs, query, eps):
+    """the reads of a script of (verb, number): push and add take the next output, drop and read a number
+
+    outputs[k] is called with the latest read, or None
+    """
+    sources, reads, outputs = [], [], iter(outputs)
+    for verb, number in verbs:
+        if verb == 'read':
+            reads.append(attend(sources, query[number], eps))
+        elif verb == 'drop':
+            sources = sources[:number] + sources[number + 1:]
+        else:
+            y = next(outputs)(reads[-1] if reads else None).double()
+            sources = [*sources, y] if verb == 'push' else [*sources[:-1], sources[-1] + y]
+    return reads
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the two-phase computation of a residual block (paper, Algorithm 1)
+
+def attend_with_stats(queries, sources, eps):
+    """for each query: (o, m, l), o = sum_i exp(s_i - m) v_i, m = max_i s_i, l = sum_i exp(s_i - m)
+
+    queries: list of (D,); sources: list of (..., D) -> o (..., D), m and l (..., 1)
+    """
+    keys = [v / torch.sqrt(mean(v * v) + eps) for v in sources]
+    results = []
+    for w in queries:
+        scores = [(w * key).sum(-1, keepdim=True) for key in keys]
+        m = scores[0]
+        for s in scores[1:]:
+            m = torch.maximum(m, s)
+        m = m.detach()  # it cancels in the end
+        weights = [torch.exp(s - m) for s in scores]
+        o = sum(a * v for a, v in zip(weights, sources, strict=True))
+        results.append((o, m, sum(weights)))
+    return results
+
+
+def merge(first, second):
+    """two (o, m, l) of disjoint sources as one read: the softmax over the sources of both"""
+    (o1, m1, l1), (o2, m2, l2) = first, second
+    m = torch.maximum(m1, m2)
+    return (torch.exp(m1 - m) * o1 + torch.exp(m2 - m) * o2) / (torch.exp(m1 - m) * l1 + torch.exp(m2 - m) * l2)
+
+
+def two_phase(h, sublayers, query, S, eps):
+    """depth_attention, computed a residual block at a time; arguments and result as there"""
+    L, finished, query = len(sublayers), [h.double()], query.double()
+    for block in index_sets(L, S):
+        # phase 1: the finished blocks and the embedding are read once, for all queries of this block together
+        inter = attend_with_stats([query[l] for l in block], finished, eps)
+        # phase 2: sublayer after sublayer; the sum in progress is the one source that changed
+        partial = None
+        for l, (o, m, total) in zip(block, inter, strict=True):
+            if partial is None:
+                read = o / total
+            else:
+                read = merge((o, m, total), attend_with_stats([query[l]], [partial], eps)[0])
+            y = sublayers[l](read)
+            partial = y if partial is None else partial + y
+        finished.append(partial)
+    (o, m, total), = attend_with_stats([query[L]], finished, eps)
+    return o / total
+
+
 def standard(h, sublayers):
     """h_l = h_1 + sum_{i<l} f_i(h_i)"""
     embedding, outputs = h.double(), []
