@@ -26,10 +26,10 @@ SEPARATOR = '\n---------------\n'
 @dataclass
 class SampleConfig:
     out_dir: str = 'out/run'  # the folder of the run to sample from
-    which: str = 'best'  # its checkpoint with the lowest validation loss: best; its newest: latest
+    which: str = 'best'  # of its checkpoints; best: the lowest validation loss; latest: the newest
     init_from: str = ''  # GPT-2's weights instead of a run: gpt2, gpt2-medium, ..., or a folder
     residual: str | None = None  # the rule that GPT-2's weights run under; left out: standard
-    residual_blocks: int | None = None  # the number of residual blocks, if that rule is block
+    residual_blocks: int | None = None  # their number, if that rule is block; left out: 8
     start: str | None = None  # the text to continue, or FILE:path; left out: a newline
     interactive: bool = False  # ask for one text after another; Ctrl-D ends
     num_samples: int = 1  # continuations, all computed at once; the first one streams
@@ -38,7 +38,7 @@ class SampleConfig:
     top_k: int | None = 200  # draw from the k most likely tokens only; none: from all
     top_p: float | None = None  # draw from the fewest tokens that together have this probability
     seed: int = 1337  # the same seed and num_samples give the same texts
-    show_depth: bool = False  # show under each token which source the last read gave most weight
+    show_depth: bool = False  # under each token, the source with most weight in the last read
     device: str = 'auto'  # auto | cpu | cuda | mps
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
 
@@ -120,7 +120,7 @@ class Sampler:
             raise ValueError(f'{cfg.init_from or cfg.out_dir}: must have an embedding for each of '
                              f'the {needed} tokens of its tokenizer, it has {rows}')
         self.model.to(self.device)
-        self.top_source = self.n_sources = None
+        self.top_source = self.n_sources = None  # look sets them
         if cfg.show_depth:
             if not hasattr(self.model.residual, 'on_read'):
                 raise ValueError('show_depth=True: must be off for a model without depth attention')
@@ -152,8 +152,9 @@ class Sampler:
         write(text)
         streamers = [tok.streamer() for _ in texts]
         seen = []  # (text, source) of each token of the first sample
-        how = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, tok.n_vocab)
-        for new in self.model.stream(idx, *how, self.generator):
+        stream = self.model.stream(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
+                                   tok.n_vocab, self.generator)
+        for new in stream:
             new_ids = new[:, 0].tolist()
             pieces = [decode(i) for decode, i in zip(streamers, new_ids, strict=True)]
             texts = [before + piece for before, piece in zip(texts, pieces, strict=True)]
@@ -191,22 +192,23 @@ def show_depths(seen, n_sources, colour, width=80):
         text = ''.join(c if c.isprintable() else ' ' for c in text)
         if columns(text) == 0:
             text += ' '  # room for the sign
+        n_columns = columns(text)
         sign = SIGNS[min(source, len(SIGNS) - 1)]
         if colour:
             hue = HUES[source * (len(HUES) - 1) // max(1, n_sources - 1)]
             sign = f'\033[38;5;{hue}m{sign}\033[0m'
-        if columns(text) > room:
+        if n_columns > room:
             lines += ['text  ', 'depth ']
             room = width
         lines[-2] += text
-        lines[-1] += sign + ' ' * (columns(text) - 1)
-        room -= columns(text)
-    lines = [line.rstrip() for line in lines]
-    return '\n'.join([*lines, '(0: the embedding, n: the n-th sublayer or residual block)'])
+        lines[-1] += sign + ' ' * (n_columns - 1)
+        room -= n_columns
+    lines.append('(0: the embedding, n: the n-th sublayer or residual block)')
+    return '\n'.join(line.rstrip() for line in lines)
 
 
 def sample(cfg, write=lambda text: None):
-    """ The texts that Sampler(cfg) makes of cfg.start. """
+    """ A list of the texts that Sampler(cfg) makes of cfg.start; write gets them as they come. """
     return Sampler(cfg)(read_start(cfg.start), write)
 
 

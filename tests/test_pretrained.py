@@ -142,6 +142,21 @@ def test_offline(monkeypatch):
         GPT.from_pretrained('gpt2-none')
 
 
+def test_a_download_shows_its_progress(monkeypatch):
+    """ GPT-2 has 0.5 to 6 GB; a folder that is here is loaded without a bar. """
+    import huggingface_hub
+    bars = []
+
+    def load(name, local_files_only=False, **_):
+        bars.append(hf.utils.logging.is_progress_bar_enabled())
+        raise OSError('not here' if local_files_only else 'not there')
+    monkeypatch.setattr(hf.GPT2LMHeadModel, 'from_pretrained', load)
+    monkeypatch.setattr(huggingface_hub.HfApi, 'model_info', lambda *_, **__: None)
+    with pytest.raises(ValueError, match='OSError: not there'):
+        GPT.from_pretrained('gpt2-none')
+    assert bars == [False, True]
+
+
 def test_without_transformers(monkeypatch, pretrained):
     monkeypatch.setitem(sys.modules, 'transformers', None)
     with pytest.raises(ValueError, match=r"\(ModuleNotFoundError.*; pip install 'transformers>=4.40'"):
