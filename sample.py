@@ -29,7 +29,7 @@ class SampleConfig:
     which: str = 'best'  # of its checkpoints; best: the lowest validation loss; latest: the newest
     init_from: str = ''  # GPT-2's weights instead of a run: gpt2, gpt2-medium, ..., or a folder
     residual: str | None = None  # the rule that GPT-2's weights run under; left out: standard
-    residual_blocks: int | None = None  # their number, if that rule is block; left out: 8
+    residual_blocks: int | None = None  # how many, if the rule is block; left out: 8
     start: str | None = None  # the text to continue, or FILE:path; left out: a newline
     interactive: bool = False  # ask for one text after another; Ctrl-D ends
     num_samples: int = 1  # continuations, all computed at once; the first one streams
