@@ -1,7 +1,9 @@
 """
-Collections of documents, larger than memory, to token files: by several processes, in order, going on where it stopped.
+Turns collections of documents, which may be larger than memory, into token files.
 
     prepare_documents('owt', 'hf:Skylion007/openwebtext', num_proc=8)
+
+Several processes encode. What is finished is kept: a call goes on where a stopped one ended.
 """
 import glob
 import gzip
@@ -11,116 +13,197 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from data.files import DATA, SPLITS, check_name, locked, when_parent_ends, write
-from data.tokenizer import GPT2Tokenizer, gpt2_bpe
+from data import files
+from data.files import DATA, SPLITS
+from data.tokenizer import CharTokenizer, choose_tokenizer
 
 EXPECTED = {'hf:Skylion007/openwebtext': (8_013_769, 18.1e9)}  # documents, bytes of tokens
 CHUNK = 2**20  # characters that a process gets at once, or one document more
 SAVE = 5  # seconds between two savings of progress
 
 
-class Lines:
-    """ The rows of JSON Lines files, gzipped or not, with the methods of datasets.IterableDataset needed here. """
-    def __init__(self, files):
-        self.files, self.at = files, (0, 0)  # at: file and line that come next
+def json_lines(path):
+    """ Yields the lines of a JSON Lines file, gzipped or not, without blanks at their ends. """
+    opener = gzip.open if path.lower().endswith('.gz') else open
+    with opener(path, 'rb') as f:
+        for line in f:
+            yield line.strip()
 
-    def open(self, path):
-        return (gzip.open if path.endswith('.gz') else open)(path, 'rb')
 
-    def __len__(self):
-        return sum(bool(line.strip()) for path in self.files for line in self.open(path))
+def parquet_rows(path):
+    """ Yields {'text': ...} for each row of a Parquet file. """
+    from pyarrow.parquet import ParquetFile
+    for batch in ParquetFile(path).iter_batches(1000, columns=['text']):
+        yield from batch.to_pylist()
+
+
+class LocalFiles:
+    """ Iterates over the rows of JSON Lines or Parquet files, from the one after place on.
+
+    It has the methods of datasets.IterableDataset that are needed here.
+    """
+    def __init__(self, kind, paths):
+        self.kind, self.paths = kind, paths
+        self.place = (0, 0)  # the file, and the line or row in it, that was read last
 
     def state_dict(self):
-        return self.at
+        return self.place
 
-    def load_state_dict(self, at):
-        self.at = tuple(at)
+    def load_state_dict(self, place):
+        self.place = tuple(place)
 
     def __iter__(self):
-        start = self.at
-        for i, path in enumerate(self.files[start[0]:], start[0]):
-            with self.open(path) as f:
-                for k, line in enumerate(f):
-                    if (i, k) >= start and line.strip():
-                        self.at = i, k + 1
-                        yield json.loads(line)
+        start = self.place
+        items = json_lines if self.kind == 'jsonl' else parquet_rows
+        for i in range(start[0], len(self.paths)):
+            self.place = (i, 0)
+            for number, item in enumerate(items(self.paths[i]), 1):
+                if (i, number) > start and item:  # a blank line is no row
+                    self.place = (i, number)
+                    yield json.loads(item) if self.kind == 'jsonl' else item
 
 
-def open_documents(source, files):
-    """ (the rows of source, from the first on, their number if it is known). """
+def open_documents(source, paths):
+    """ (the rows of source, their number if it is known). A row is a dict. """
     kind, _, rest = source.partition(':')
     if kind == 'jsonl':
-        return (rows := Lines(files)), len(rows)
-    import pyarrow.parquet
+        return LocalFiles(kind, paths), None
+    if kind == 'parquet':
+        import pyarrow  # noqa: F401  # that it is missing is said before anything is read
+        return LocalFiles(kind, paths), None
     from datasets import load_dataset
     from huggingface_hub import HfApi
-    if kind == 'parquet':
-        total = sum(pyarrow.parquet.read_metadata(path).num_rows for path in files)
-        return load_dataset('parquet', data_files=files, split='train', streaming=True).select_columns('text'), total
     name, _, config = rest.partition(':')
     if not os.path.isdir(name):
-        HfApi().dataset_info(name, timeout=20)  # fails at once where load_dataset tries again and again
+        HfApi().dataset_info(name, timeout=20)  # fails at once where load_dataset tries repeatedly
     how = {'path': name, 'name': config or None, 'split': 'train', 'streaming': True}
     try:
         rows = load_dataset(**how)
-    except RuntimeError:  # the data set is a script, which is run no more: take the Hub's own conversion
+    except RuntimeError:  # it is a script, which datasets no longer runs; the Hub has converted it
         rows = load_dataset(**how, revision='refs/convert/parquet')
-    known = rows.info.splits and rows.info.splits['train'].num_examples
-    return rows.select_columns('text'), EXPECTED.get(source, (known, 0))[0]
+    total = rows.info.splits and rows.info.splits['train'].num_examples
+    if source in EXPECTED:
+        total = EXPECTED[source][0]
+    return rows.select_columns('text'), total
 
 
-def chunks(rows, done):
-    """ Yields (number of documents before it, its documents, place after it) of CHUNK characters and what is over. """
-    texts, size = [], 0
-    try:
-        for row in rows:
-            if not isinstance(row, dict) or not isinstance(row.get('text'), str):
-                raise ValueError('it has no string called text')
-            texts.append(row['text'])
-            size += len(row['text']) + 1
-            if size >= CHUNK:
-                yield done, texts, rows.state_dict()
-                done, texts, size = done + len(texts), [], 0
-    except Exception as e:  # the file's, the format's, the network's
-        raise ValueError(f'document {done + len(texts) + 1}: cannot be read ({type(e).__name__}: {str(e)[:200]}); what '
-                         'was finished before is kept, the same command goes on from there') from e
+class Reader:
+    """ Iterates over the texts of rows, counts and hashes them. Rows without one are skipped. """
+    def __init__(self, rows):
+        self.rows = rows
+        self.documents, self.skipped, self.digest = 0, 0, ''
+
+    def __iter__(self):
+        try:
+            for row in self.rows:
+                if not isinstance(row, dict):
+                    raise ValueError('it must be an object with a field called text')
+                text = row.get('text')
+                if text is None:
+                    self.skipped += 1
+                    continue
+                if not isinstance(text, str):
+                    raise ValueError('its field text must be a string')
+                data = text.encode('utf-8', 'surrogatepass')  # JSON may hold half a surrogate pair
+                self.digest = hashlib.sha256(self.digest.encode() + data).hexdigest()
+                self.documents += 1
+                yield text
+        except Exception as e:  # the file, its format or the network may be at fault
+            fault = f'{type(e).__name__}: {str(e)[:200]}'
+            raise ValueError(f'{self.where()}: cannot be read ({fault}); what was finished before '
+                             'is kept: once this can be read, the same command goes on') from e
+
+    def where(self):
+        if not isinstance(self.rows, LocalFiles):
+            return f'document {self.documents + self.skipped + 1}'
+        i, number = self.rows.place
+        unit = 'line' if self.rows.kind == 'jsonl' else 'row'
+        return f'{self.rows.paths[i]}, {unit} {number}' if number else self.rows.paths[i]
+
+    def progress(self):
+        return {'documents': self.documents, 'skipped': self.skipped, 'digest': self.digest,
+                'place': self.rows.state_dict()}
+
+    def jump(self, progress):
+        """ Goes to where progress was taken, without reading what lies before. """
+        self.documents, self.skipped = progress['documents'], progress['skipped']
+        self.digest = progress['digest']
+        self.rows.load_state_dict(progress['place'])
+
+
+def survey(rows, known, characters):
+    """ Reads all documents once. Returns progress after the first known ones and after all.
+
+    Puts their characters into the set characters, unless it is None.
+    """
+    start, reader = rows.state_dict(), Reader(rows)
+    first = reader.progress()
+    for text in tqdm(reader, 'reading', unit=' documents', mininterval=1):
+        if characters is not None:
+            characters.update(text)
+        if reader.documents == known:
+            first = reader.progress()
+    last = reader.progress()
+    rows.load_state_dict(start)
+    return first, last
+
+
+def chunks(reader):
+    """ Yields (number of documents before, documents of CHUNK characters, progress after them). """
+    first, texts, size = reader.documents, [], 0
+    for text in reader:
+        texts.append(text)
+        size += len(text) + 1
+        if size >= CHUNK:
+            yield first, texts, reader.progress()
+            first, texts, size = reader.documents, [], 0
     if texts:
-        yield done, texts, rows.state_dict()
+        yield first, texts, reader.progress()
 
 
-def tokenize(chunk, val_every):
-    """ (number of documents up to here, place, {split: the bytes of its tokens}). """
-    done, texts, place = chunk
-    tok, out = GPT2Tokenizer(), {split: bytearray() for split in SPLITS}
-    for i, text in enumerate(texts, done + 1):
-        ids = np.concatenate([tok.encode(text), tok.end])
-        out['train' if i % val_every else 'val'] += ids.astype('<u2').tobytes()
-    return done + len(texts), place, out
+def tokenize(chunk, tok, val_every):
+    """ (progress after the chunk, {split: ids}). Every val_every-th document is for validation. """
+    first, texts, progress = chunk
+    ids = {split: [np.empty(0, np.uint16)] for split in SPLITS}
+    for number, text in enumerate(texts, first + 1):
+        split = 'val' if number % val_every == 0 else 'train'
+        try:
+            ids[split] += [tok.encode(text), tok.end]
+        except ValueError as e:
+            raise ValueError(f'document {number}: {e}; give another --tokenizer') from e
+    return progress, {split: np.concatenate(arrays) for split, arrays in ids.items()}
+
+
+def end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def worker():
-    """ Prepares a worker process: Ctrl-C is its parent's business, and without a parent it ends. """
+    """ Prepares a worker process: it leaves Ctrl-C to its parent and ends when its parent ends. """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    when_parent_ends(lambda: os._exit(1))
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def in_order(function, items, num_proc):
-    """ map(function, items) by num_proc processes, with no more than twice as many items under way. """
+    """ map(function, items) by num_proc processes, with at most 2 num_proc + 1 items under way. """
     if num_proc == 1:
         yield from map(function, items)
         return
-    spawn, waiting = multiprocessing.get_context('spawn'), deque()  # forking would copy the threads of datasets
+    spawn = multiprocessing.get_context('spawn')  # forking would copy the threads of datasets
+    waiting = deque()
     with ProcessPoolExecutor(num_proc, spawn, worker) as pool:
         try:
             for item in items:
@@ -130,118 +213,123 @@ def in_order(function, items, num_proc):
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as e:
-            raise ValueError(f'num_proc={num_proc}: a process died, perhaps for want of memory; with fewer, the same '
-                             'command goes on from there') from e
+            raise ValueError(f'num_proc={num_proc}: a process died, perhaps for want of memory; '
+                             'with a smaller number, the same command goes on from there') from e
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-class Unfinished:
-    """ Token files that grow, train.bin.part and val.bin.part, and progress.json: how much of them is finished. """
-    def __init__(self, folder, what):
-        self.folder, self.saved = folder, time.monotonic()
-        self.state = what | {'documents': 0, 'place': None, 'bytes': dict.fromkeys(SPLITS, 0)}
-        with suppress(FileNotFoundError):
-            self.state = json.loads((folder / 'progress.json').read_bytes())
-        if self.state != self.state | what:
-            raise ValueError(f'name={folder.name!r}: holds an unfinished set from other files or with another val_every'
-                             f' ({self.state["origin"]}, {self.state["val_every"]}); delete its progress.json, or give '
-                             'another --name')
-        for split, size in self.state['bytes'].items():
-            whole, part = folder / f'{split}.bin', folder / f'{split}.bin.part'
-            if size and not part.exists() and not (folder / 'meta.json').exists():
-                os.replace(whole, part)  # it was stopped while the files got their names
-            with open(part, 'ab') as f:
-                if f.tell() < size:
-                    raise ValueError(f'name={folder.name!r}: {part.name} is damaged; delete progress.json beside it')
-                f.truncate(size)
-        self.files = {split: open(folder / f'{split}.bin.part', 'ab') for split in SPLITS}
-
-    def add(self, documents, place, tokens):
-        for split in SPLITS:
-            self.files[split].write(tokens[split])
-            self.state['bytes'][split] += len(tokens[split])
-        self.state |= {'documents': documents, 'place': place}
-        if time.monotonic() - self.saved >= SAVE:
-            self.save()
+class Unfinished(files.TokenFiles):
+    """ Token files that grow, and progress.json, which says how much of them is finished. """
+    def __init__(self, folder, state):
+        super().__init__(folder, state.get('bytes'))
+        self.state, self.saved = state, time.monotonic()
 
     def save(self):
-        for f in self.files.values():  # the tokens first: progress.json never promises more than there is
-            f.flush()
-            os.fsync(f.fileno())
-        write(self.folder, {'progress.json': json.dumps(self.state).encode()})
+        self.sync()  # the tokens come first: progress.json never promises more than there is
+        self.state['bytes'] = self.sizes
+        files.write(self.folder, {'progress.json': json.dumps(self.state).encode()})
         self.saved = time.monotonic()
 
-    def close(self):
-        for f in self.files.values():
-            f.close()
 
-    def finish(self):
-        """ Gives the files their names. Returns meta. """
-        self.save()
-        self.close()  # Windows gives no open file another name
-        tokens = {split: self.state['bytes'][split] // 2 for split in SPLITS}
-        if min(tokens.values()) < 2:
-            for name in ('progress.json', *(f'{split}.bin.part' for split in SPLITS)):
-                (self.folder / name).unlink()
-            raise ValueError(f'{self.state["origin"]}: too short, {tokens["train"]} + {tokens["val"]} tokens (train + '
-                             f'val) of {self.state["documents"]} documents; give more, or a smaller --val_every')
-        meta = {'tokenizer': GPT2Tokenizer().state(), 'n_vocab': GPT2Tokenizer.n_vocab, 'tokens': tokens, 'sha256': {}}
-        for split in SPLITS:
-            with open(self.folder / f'{split}.bin.part', 'rb') as f:
-                meta['sha256'][split] = hashlib.file_digest(f, 'sha256').hexdigest()
-        meta |= {key: value for key, value in self.state.items() if key not in ('place', 'bytes')}
-        write(self.folder, {'meta.json': json.dumps(meta, indent=1).encode()}, [f'{split}.bin' for split in SPLITS])
-        (self.folder / 'progress.json').unlink()
-        return meta
+def parts_are_there(folder, sizes):
+    """ Whether the token files of an unfinished set are as large as progress.json says. """
+    for split, size in sizes.items():
+        whole, part = folder / f'{split}.bin', folder / f'{split}.bin.part'
+        if not part.exists() and whole.exists() and not (folder / 'meta.json').exists():
+            os.replace(whole, part)  # it was stopped while the files got their names
+        if not part.exists() or part.stat().st_size < size:
+            return False
+    return True
 
 
-def prepare_documents(name: str, source: str, val_every: int = 2000, num_proc: int = 1, root=DATA) -> dict:
-    """ Writes root/NAME from the documents of source by GPT-2's BPE, <|endoftext|> after each. Returns its meta.
+def find_files(source):
+    """ The paths of the files that source names, none for hf:. """
+    kind, _, pattern = source.partition(':')
+    if kind == 'hf':
+        return []
+    pattern = os.path.expanduser(pattern)
+    if os.path.exists(pattern):  # then it is no pattern, whatever signs are in it
+        return [pattern]
+    paths = sorted(glob.glob(pattern, recursive=True))
+    if not paths:
+        raise ValueError(f'{source}: no such file; give a path, or a pattern in quotes')
+    return paths
 
-    source: hf:NAME[:CONFIG], parquet:GLOB or jsonl:GLOB, with a field text. Every val_every-th document is for
-    validation. What is finished is kept: a call after one that was stopped goes on from there, any number of processes
-    gives the same files. ValueError says what is wrong.
+
+def check_room(folder, need):
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ValueError(f'name={folder.name!r}: must have room for about {need / 1e9:.1f} GB of '
+                         f'tokens, the disk has {free / 1e9:.1f} GB free')
+
+
+def prepare_documents(name: str, source: str, tokenizer: str = 'gpt2', val_every: int = 2000,
+                      num_proc: int = 1, root=DATA, overwrite: bool = False) -> dict:
+    """ Writes root/NAME from the documents of source, the tokenizer's end after each. Returns meta.
+
+    source: hf:NAME[:CONFIG], parquet:GLOB or jsonl:GLOB, with a field text; rows without one are
+    skipped and counted. Every val_every-th document is for validation. The files are the same for
+    any num_proc and however often a call was stopped. ValueError says what is wrong.
+
+    Files are read twice: once to find faults before the work begins, and to see whether they begin
+    with the documents of an unfinished set, which goes on if they do; then to encode the rest.
     """
-    check_name(name)
+    files.check_name(name)
     for key, value, least in (('val_every', val_every, 2), ('num_proc', num_proc, 1)):
         if value < least:
             raise ValueError(f'{key}={value!r}: must be {least} or more')
-    kind, _, pattern = source.partition(':')
-    files = [] if kind == 'hf' else sorted(glob.glob(pattern, recursive=True))
-    if kind != 'hf' and not files:
-        raise ValueError(f'{source}: no such file; give a path, or a pattern in quotes')
+    paths, folder = find_files(source), Path(root) / name
+    tok = choose_tokenizer(tokenizer, root)
     try:
-        sizes = [[path, (s := os.stat(path)).st_size, s.st_mtime_ns] for path in files]
-    except OSError as e:
-        raise ValueError(f'{source}: {e.filename}: {e.strerror}') from e
-    what = {'origin': source, 'val_every': val_every, 'files': sizes}
-    folder = Path(root) / name
-    gpt2_bpe()  # its complaint, or its download, comes before any process starts
-    try:
-        rows, total = open_documents(source, files)
-    except Exception as e:  # the file's, the format's, the network's
+        size = sum(os.path.getsize(path) for path in paths)
+        rows, total = open_documents(source, paths)
+    except Exception as e:  # a file, its format or the network may be at fault
         hint = "; pip install 'datasets>=4'" if isinstance(e, ImportError) else ''
-        raise ValueError(f'{source}: cannot be opened ({type(e).__name__}: {str(e)[:300]}){hint}') from e
-    with locked(folder, wait=False), ExitStack() as stack:
-        with suppress(FileNotFoundError):
-            meta = json.loads((folder / 'meta.json').read_bytes())
-            tokens = {split: (folder / f'{split}.bin').stat().st_size // 2 for split in SPLITS}
-            if meta == meta | what | {'tokens': tokens}:
-                return meta  # it is all there
-        out = stack.enter_context(closing(Unfinished(folder, what)))
-        need = EXPECTED[source][1] if source in EXPECTED else sum(size for _, size, _ in sizes) / 2
-        need -= sum(out.state['bytes'].values())
-        if (free := shutil.disk_usage(folder).free) < need:
-            raise ValueError(f'name={name!r}: must have room for about {need / 1e9:.1f} GB of tokens, the disk has '
-                             f'{free / 1e9:.1f} GB free')
-        if done := out.state['documents']:
-            rows.load_state_dict(out.state['place'])
-        bar = stack.enter_context(tqdm(total=total, initial=done, unit=' documents', mininterval=1))
-        for result in in_order(partial(tokenize, val_every=val_every), chunks(rows, done), num_proc):
-            out.add(*result)
-            bar.update(out.state['documents'] - bar.n)
-            bar.set_postfix_str(f'{sum(out.state["bytes"].values()) / 2e6:,.0f}M tokens', refresh=False)
-        return out.finish()
+        fault = f'{type(e).__name__}: {str(e)[:300]}'
+        raise ValueError(f'{source}: cannot be opened ({fault}){hint}') from e
+    with files.locked(folder, wait=False):
+        state = files.read_json(folder / 'progress.json')
+        begin, content = state, {}
+        if paths or tok is None:
+            characters = {'\n'} if tok is None else None
+            begin, content = survey(rows, state.get('documents'), characters)
+            total = content['documents'] + content['skipped']
+            del content['place']
+            tok = tok or CharTokenizer.train(characters)
+        wanted = {'origin': source, 'val_every': val_every, 'tokenizer': tok.state()}
+        if meta := files.find_set(folder, wanted | content, overwrite):
+            return meta
+        same = {**wanted, 'digest': begin.get('digest')}
+        if state and not (state == state | same and parts_are_there(folder, state['bytes'])):
+            if not overwrite:
+                raise ValueError(f'name={name!r}: holds an unfinished set of other documents or '
+                                 f'options, or a damaged one ({state.get("origin")}); give '
+                                 '--overwrite to begin anew, or another --name')
+            state = {}
+        reader = Reader(rows)
+        if state:
+            reader.jump(begin)
+        need = EXPECTED[source][1] if source in EXPECTED else size * (0.5 if tok.kind == 'gpt2' else 2)
+        check_room(folder, need - sum(state.get('bytes', {}).values()))
+        with closing(Unfinished(folder, state | wanted)) as out:
+            encode(reader, out, total, partial(tokenize, tok=tok, val_every=val_every), num_proc)
+            out.save()
+            meta = wanted | {'n_vocab': tok.n_vocab} | reader.progress()
+            del meta['place']
+            what = f'{source}: the set of {reader.documents:,} documents'
+            return out.finish(meta, what, 'give more documents, or a smaller --val_every')
 
 
+def encode(reader, out, total, function, num_proc):
+    """ Adds the tokens of all that reader gives to out, with a progress bar. """
+    read = reader.documents + reader.skipped
+    with tqdm(total=total, initial=read, unit=' documents', mininterval=1) as bar:
+        for progress, ids in in_order(function, chunks(reader), num_proc):
+            for split in SPLITS:
+                out.add(split, ids[split])
+            out.state |= progress
+            if time.monotonic() - out.saved >= SAVE:
+                out.save()
+            bar.update(progress['documents'] + progress['skipped'] - bar.n)
+            bar.set_postfix_str(f'{sum(out.sizes.values()) / 2e6:,.0f}M tokens', refresh=False)

@@ -1,7 +1,7 @@
 """ Token files in a folder: written whole or not at all, by one process at a time. """
-import multiprocessing
+import hashlib
+import json
 import os
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,19 +14,9 @@ def check_name(name):
         raise ValueError(f'name={name!r}: must be the plain name of a folder; give another --name')
 
 
-def when_parent_ends(act):
-    """ Calls act once the parent process has ended, however it ended: no child outlives it. """
-    parent = multiprocessing.parent_process()
-
-    def watch():
-        parent.join()
-        act()
-    threading.Thread(target=watch, daemon=True).start()
-
-
 @contextmanager
 def locked(folder, wait=True):
-    """ Holds folder for one process; it ends with the process, however that ends. ValueError if it cannot be written.
+    """ Holds folder for one process, at most until it ends. ValueError if it cannot be written.
 
     If another process holds it: waits, or raises ValueError.
     """
@@ -37,19 +27,21 @@ def locked(folder, wait=True):
                 import fcntl
                 fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
-                raise ValueError(f'name={folder.name!r}: must be free, another process is preparing it') from None
+                raise ValueError(f'name={folder.name!r}: must be free, but another process is '
+                                 'preparing it') from None
             except (ImportError, OSError):
                 pass  # Windows and some network file systems have no such lock
             yield
     except OSError as e:
-        raise ValueError(f'name={folder.name!r}: cannot write {str(folder)!r} ({e.strerror}); make room or make it '
-                         'writable, or give another name') from e
+        raise ValueError(f'name={folder.name!r}: cannot write {str(folder)!r} ({e.strerror}); make '
+                         'room or make it writable, or give another name') from e
 
 
 def write(folder, files, parts=()):
-    """ Puts files, {name: bytes}, into folder, all or none: without meta.json, the last, it counts as not prepared.
+    """ Puts files, {name: bytes}, into folder, all or none.
 
-    Before them, each of parts, which is there already as NAME.part, gets its name.
+    Before them, each of parts, which is there already as NAME.part, gets its name. meta.json comes
+    last of all: a folder without it counts as not prepared.
     """
     try:
         for name, data in files.items():
@@ -66,3 +58,87 @@ def write(folder, files, parts=()):
     finally:
         for name in files:
             (folder / f'{name}.tmp').unlink(missing_ok=True)
+
+
+def read_json(path):
+    """ The dict in a JSON file, {} if there is none. """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def find_set(folder, wanted, overwrite):
+    """ The meta of the set in folder if it has the wanted values and is whole.
+
+    None if a set may be written. ValueError if another one is there that overwrite does not give up.
+    """
+    meta = read_json(folder / 'meta.json')
+    if not meta or overwrite:
+        return None
+    if meta != meta | wanted:
+        raise ValueError(f'name={folder.name!r}: holds a set already, of other content or options '
+                         f'({meta.get("origin")}); give --overwrite, or another --name')
+    for split in SPLITS:
+        path = folder / f'{split}.bin'
+        if not path.exists() or path.stat().st_size != 2 * meta['tokens'][split]:
+            return None
+    return meta
+
+
+class TokenFiles:
+    """ train.bin.part and val.bin.part, which grow until finish() gives them their names. """
+    def __init__(self, folder, sizes=None):
+        """ sizes: {split: bytes of the existing files to go on from}; None starts new files. """
+        self.folder, self.files = folder, {}
+        self.sizes = sizes or dict.fromkeys(SPLITS, 0)
+        if not sizes:
+            (folder / 'progress.json').unlink(missing_ok=True)  # it describes the old ones
+        for split in SPLITS:
+            self.files[split] = open(self.part(split), 'ab')
+            self.files[split].truncate(self.sizes[split])
+
+    def part(self, split):
+        return self.folder / f'{split}.bin.part'
+
+    def add(self, split, ids):
+        data = ids.astype('<u2').tobytes()
+        self.files[split].write(data)
+        self.sizes[split] += len(data)
+
+    def sync(self):
+        for f in self.files.values():
+            f.flush()
+            os.fsync(f.fileno())
+
+    def close(self):
+        for f in self.files.values():
+            f.close()
+
+    def discard(self):
+        """ Removes what has not got its name. """
+        self.close()
+        for path in (self.folder / 'progress.json', *map(self.part, SPLITS)):
+            path.unlink(missing_ok=True)
+
+    def finish(self, meta, who, advice):
+        """ Gives the files their names and writes meta with their sizes. Returns meta.
+
+        ValueError, which begins with who, if they are too short.
+        """
+        tokens = {split: size // 2 for split, size in self.sizes.items()}
+        if min(tokens.values()) < 2:
+            self.discard()
+            raise ValueError(f'{who}: too short, {tokens["train"]} + {tokens["val"]} tokens (train + '
+                             f'val), each must have 2; {advice}')
+        self.sync()
+        self.close()  # Windows gives no open file another name
+        meta = meta | {'tokens': tokens, 'sha256': {}}
+        for split in SPLITS:
+            with open(self.part(split), 'rb') as f:
+                meta['sha256'][split] = hashlib.file_digest(f, 'sha256').hexdigest()
+        names = [f'{split}.bin' for split in SPLITS]
+        write(self.folder, {'meta.json': json.dumps(meta, indent=1).encode()}, names)
+        (self.folder / 'progress.json').unlink(missing_ok=True)
+        return meta

@@ -1,77 +1,158 @@
 """
 Turns texts into token files: data/NAME/train.bin, val.bin (uint16, little-endian) and meta.json.
 
-    python data/prepare.py shakespeare_char                    the bundled text
-    python data/prepare.py --input=my.txt --tokenizer=gpt2     any UTF-8 text, here as data/my
-    python data/prepare.py openwebtext                         8 million documents; goes on where it was stopped
-    python data/prepare.py 'jsonl:my/*.jsonl.gz' --name=my     your documents; also parquet:GLOB and hf:NAME[:CONFIG]
+    python data/prepare.py shakespeare_char                   the bundled text
+    python data/prepare.py --input=my.txt --tokenizer=gpt2    any UTF-8 text, here as data/my
+    python data/prepare.py --input=b.txt --tokenizer=data/my  another text, with the table of data/my
+    python data/prepare.py openwebtext                        8 million documents
+    python data/prepare.py 'jsonl:my/*.jsonl.gz' --name=my    your documents; also parquet: and hf:
 """
 import argparse
+import codecs
 import hashlib
 import json
 import os
+import re
+import signal
 import sys
 from pathlib import Path
 
-import numpy as np
-
-if __name__ == '__main__':  # run as a script: Python would look in data/ only
+if __name__ == '__main__':  # Python looks in data/ only for what a script there imports
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.documents import prepare_documents  # noqa: E402
-from data.files import DATA, SPLITS, check_name, locked, write  # noqa: E402
-from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, tokenizer_from  # noqa: E402, F401
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
+import numpy as np  # noqa: E402
 
-BUNDLED = {'shakespeare_char': ('shakespeare.txt', 'char'), 'shakespeare': ('shakespeare.txt', 'gpt2')}
+from data.documents import prepare_documents  # noqa: E402
+from data.files import DATA, SPLITS, TokenFiles, check_name, find_set, locked, read_json  # noqa: E402
+from data.tokenizer import (  # noqa: E402, F401
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    choose_tokenizer,
+    encode_stream,
+    pieces,
+    tokenizer_from,
+)
+
+BUNDLED = {'shakespeare_char': 'char', 'shakespeare': 'gpt2'}  # shakespeare.txt by these tokenizers
 CORPORA = {'openwebtext': 'hf:Skylion007/openwebtext'}
+READ = 2**20  # bytes of a text that are in memory at once
+LONG = 2**24  # characters without a place to cut them, from which on their memory is announced
 
 
 def read(path):
-    """ The text of a UTF-8 file, newlines as they are, without a byte order mark. """
+    """ Yields a UTF-8 file in pieces, newlines as they are, without a byte order mark. """
+    decoder = codecs.getincrementaldecoder('utf-8')()
+    position = 0  # bytes read
     try:
-        if text := path.read_bytes().decode('utf-8').removeprefix('\ufeff'):
-            return text
-        fault = 'is empty'
+        with open(path, 'rb') as f:
+            data = None
+            while data != b'':
+                data = f.read(READ)
+                text = decoder.decode(data, final=data == b'')
+                if position == 0:
+                    text = text.removeprefix('\ufeff')
+                position += len(data)
+                yield text
+        return
     except OSError as e:
         fault = e.strerror
-    except UnicodeDecodeError as e:
-        fault = f'is not UTF-8 at byte {e.start}'
+    except UnicodeDecodeError as e:  # e.object begins with what was left over from the last piece
+        fault = f'is not UTF-8 at byte {position + len(data) - len(e.object) + e.start}'
     raise ValueError(f'input={str(path)!r}: {fault}; give a UTF-8 text file')
 
 
-def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, root=DATA) -> dict:
-    """ Writes root/NAME from the text file input, or from the bundled text of that name. Returns its meta.
+def read_range(path, start, stop):
+    """ Yields the characters of a text file from start to stop, in pieces. """
+    position = 0
+    for text in read(path):
+        yield text[max(start - position, 0):max(stop - position, 0)]
+        position += len(text)
 
-    tokenizer: char, bytes or gpt2; None: the bundled text's, else char. The last val_fraction of the characters is for
-    validation. ValueError says what is wrong; then nothing is written.
+
+def check_input(path):
+    """ ValueError if path is not a text that can be read more than once. """
+    if kind := re.search(r'\.(jsonl|ndjson|parquet)(\.gz)?$', path.name, re.IGNORECASE):
+        source = 'parquet' if kind[1].lower() == 'parquet' else 'jsonl'
+        raise ValueError(f'input={str(path)!r}: holds documents, which are not prepared as one text; '
+                         f"give '{source}:{path}' --name=NAME in place of --input")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f'input={str(path)!r}: must be a file, since it is read more than once')
+
+
+def announce_memory(path):
+    """ Says what memory GPT-2's BPE needs if a text has long stretches where it cannot be cut. """
+    longest = max(len(piece) for piece in pieces(read(path)))
+    if longest > LONG:
+        print(f'note: {longest:,} characters without a blank or a sign are encoded at once, which '
+              f'takes about {longest * 50 / 1e9:.1f} GB of memory', file=sys.stderr, flush=True)
+
+
+def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, root=DATA,
+            overwrite: bool = False) -> dict:
+    """ Writes root/NAME from the text file input, or the bundled text of that name. Returns meta.
+
+    tokenizer: char, bytes, gpt2, or a prepared folder, whose own is taken; None: the bundled
+    text's, else char. The last val_fraction of the characters is for validation. A set of other
+    content or options is replaced with overwrite only. ValueError says what is wrong; then no set
+    is written.
     """
     if input is None and name not in BUNDLED:
-        raise ValueError(f'name={name!r}: not a bundled text ({", ".join(BUNDLED)}); give your own: --input=FILE')
-    bundled, kind = BUNDLED[name] if input is None else (None, 'char')
-    path, kind = DATA / bundled if bundled else Path(input), kind if tokenizer is None else tokenizer
-    text, folder = read(path), Path(root) / name
+        raise ValueError(f'name={name!r}: not a bundled text ({", ".join(BUNDLED)}); give your own: '
+                         '--input=FILE')
+    path = DATA / 'shakespeare.txt'
+    if input is not None:
+        path = Path(os.path.expanduser(input))
+    if tokenizer is None:
+        tokenizer = BUNDLED[name] if input is None else 'char'
+    check_input(path)
+    known, characters = set(), 0
+    for text in read(path):
+        known.update(text)
+        characters += len(text)
+    if not characters:
+        raise ValueError(f'input={str(path)!r}: is empty; give a UTF-8 text file')
     check_name(name)
     if not 0 < val_fraction < 1:
         raise ValueError(f'val_fraction={val_fraction!r}: must be between 0 and 1, for example 0.1')
-    tok = CharTokenizer.train(text) if kind == 'char' else tokenizer_from({'kind': kind})
-    cut = int(len(text) * (1 - val_fraction))
-    tokens = {'train': tok.encode(text[:cut]), 'val': tok.encode(text[cut:])}
-    counts = {split: len(tokens[split]) for split in SPLITS}
-    if min(counts.values()) < 2:
-        raise ValueError(f'input={str(path)!r}: too short, {counts["train"]} + {counts["val"]} tokens (train + val), '
-                         'each must have 2; give a longer text or another val_fraction')
-    files = {f'{split}.bin': tokens[split].astype('<u2').tobytes() for split in SPLITS}
-    meta = {'tokenizer': tok.state(), 'n_vocab': tok.n_vocab, 'characters': len(text), 'tokens': counts,
-            'val_fraction': val_fraction, 'origin': path.name,
-            'sha256': {split: hashlib.sha256(files[f'{split}.bin']).hexdigest() for split in SPLITS}}
-    files['meta.json'] = json.dumps(meta, indent=1).encode()
+    tok = choose_tokenizer(tokenizer, root) or CharTokenizer.train(known)
+    try:
+        if tok.kind == 'char':
+            tok.check(known)
+    except ValueError as e:
+        raise ValueError(f'input={str(path)!r}: {e} of --tokenizer={tokenizer}') from e
+    with open(path, 'rb') as f:
+        digest = hashlib.file_digest(f, 'sha256').hexdigest()
+    wanted = {'tokenizer': tok.state(), 'characters': characters, 'val_fraction': val_fraction,
+              'text_sha256': digest}
+    folder = Path(root) / name
     with locked(folder):
-        if files != {p.name: p.read_bytes() for p in folder.iterdir() if p.name in files}:  # if so, another was first
-            write(folder, files)
-    return meta
+        if meta := find_set(folder, wanted, overwrite):
+            return meta
+        if read_json(folder / 'progress.json') and not overwrite:
+            raise ValueError(f'name={name!r}: holds an unfinished set of documents; give --overwrite, '
+                             'or another --name')
+        if tok.kind == 'gpt2':
+            announce_memory(path)
+        cut = int(characters * (1 - val_fraction))
+        ranges = {'train': (0, cut), 'val': (cut, characters)}
+        out = TokenFiles(folder)
+        try:
+            for split in SPLITS:
+                for ids in encode_stream(tok, read_range(path, *ranges[split])):
+                    out.add(split, ids)
+            meta = wanted | {'n_vocab': tok.n_vocab, 'origin': path.name}
+            return out.finish(meta, f'input={str(path)!r}',
+                              'give a longer text or another val_fraction')
+        finally:
+            out.discard()
 
 
 def load(name: str, root=DATA) -> tuple[dict, dict]:
-    """ (meta, {'train': tokens, 'val': tokens}), memory-mapped uint16. Prepares a bundled text that is missing. """
+    """ (meta, {'train': tokens, 'val': tokens}), memory-mapped uint16.
+
+    A bundled text that is missing is prepared.
+    """
     folder = Path(root) / name
     if name in BUNDLED and not (folder / 'meta.json').exists():
         prepare(name, root=root)
@@ -80,59 +161,106 @@ def load(name: str, root=DATA) -> tuple[dict, dict]:
         tokens = {split: np.memmap(folder / f'{split}.bin', '<u2', 'r') for split in SPLITS}
         if any(len(tokens[split]) != meta['tokens'][split] for split in SPLITS):
             raise ValueError('sizes differ from meta.json')
-        if tokenizer_from(meta['tokenizer']).n_vocab != meta['n_vocab'] or {*meta['sha256']} != {*SPLITS}:
+        n_vocab = tokenizer_from(meta['tokenizer']).n_vocab
+        if n_vocab != meta['n_vocab'] or set(meta['sha256']) != set(SPLITS):
             raise ValueError('meta.json does not fit itself')
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        how = name if name in {**BUNDLED, **CORPORA} else f'--input=FILE --name={name}'
-        raise ValueError(f'dataset={name!r}: missing or damaged, {e}; run python data/prepare.py {how}') from e
+        how = name if name in BUNDLED or name in CORPORA else f'--input=FILE --name={name}'
+        raise ValueError(f'dataset={name!r}: missing or damaged, {e}; run python data/prepare.py '
+                         f'{how}') from e
     return meta, tokens
 
 
-def main(argv=None):
-    def fail(message, code=2):
-        print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
-        raise SystemExit(code)
+def fail(message, code=2):
+    """ Ends the program with one line. Code 2: bad input; 1: a failed run; 130: Ctrl-C. """
+    print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
+    raise SystemExit(code)
 
-    parser = argparse.ArgumentParser(description='Turns texts into token files in data/NAME.', allow_abbrev=False)
+
+def parse(argv):
+    """ The command line as a namespace; --help ends the program. """
+    parser = argparse.ArgumentParser(
+        description='Turns texts into token files in data/NAME.', allow_abbrev=False)
     parser.error = fail  # argparse would print its usage, too
-    parser.add_argument('dataset', nargs='?', metavar='NAME', help='a bundled text: ' + ', '.join(BUNDLED) + '; '
-                        'documents: ' + ', '.join(CORPORA) + ', hf:NAME[:CONFIG], parquet:GLOB, jsonl:GLOB')
-    parser.add_argument('--input', metavar='FILE', help='a UTF-8 text file of your own')
-    parser.add_argument('--name', help="of the folder in data/ (default: the file's or data set's)")
-    parser.add_argument('--tokenizer', help='char, bytes or gpt2 (default: char; of shakespeare and documents: gpt2)')
-    parser.add_argument('--val_fraction', type=float, help='text: its end (default: 0.1)')
-    parser.add_argument('--val_every', type=int, help='documents: every 2000th (the default)')
-    parser.add_argument('--num_proc', type=int, help='documents: processes (default: one a core, 16 at most)')
-    args = parser.parse_args(argv)
+    add = parser.add_argument
+    add('dataset', nargs='?', metavar='NAME',
+        help=f'a bundled text ({", ".join(BUNDLED)}), or documents: {", ".join(CORPORA)}, '
+             'hf:NAME[:CONFIG], parquet:GLOB or jsonl:GLOB')
+    add('--input', metavar='FILE', help='a UTF-8 text file of your own')
+    add('--name', help="name of the folder in data/ (default: the file's or the data set's)")
+    add('--tokenizer', help='char, bytes, gpt2, or a folder that was prepared, to take its own '
+        '(default: char; for shakespeare and documents: gpt2)')
+    add('--overwrite', action='store_true', help='replace what data/NAME holds')
+    add('--val_fraction', type=float,
+        help='of a text, this fraction at its end is for validation (default: 0.1)')
+    add('--val_every', type=int,
+        help='of documents, every n-th is for validation (default: every 2000th)')
+    add('--num_proc', type=int,
+        help='number of processes for documents (default: one a core, at most 16)')
+    return parser.parse_args(argv)
+
+
+def choose_name(args, source, documents):
+    """ The name of the folder: --name, or one made of the file's or the data set's. """
+    if args.name is not None:
+        return args.name
+    if args.dataset is None:
+        return Path(args.input).stem
+    if args.dataset in CORPORA or not documents:
+        return args.dataset
+    if not source.startswith('hf:'):
+        fail(f'name: must be given with {args.dataset}')
+    return source.split('/')[-1].replace(':', '-')
+
+
+def run(args):
+    """ Does what the command line asks for and says what came of it. """
     source = CORPORA.get(args.dataset, args.dataset or '')
     documents = source.startswith(('hf:', 'parquet:', 'jsonl:'))
     if args.dataset is None and args.input is None:
         fail('nothing to prepare: give the name of a bundled text or --input=FILE')
-    if documents and (args.input is not None or args.tokenizer not in (None, 'gpt2')):
-        fail('input, tokenizer: must be left out with ' + args.dataset)
-    of_text, of_documents = ({k: v for k in names if (v := getattr(args, k)) is not None}
-                             for names in (('val_fraction',), ('val_every', 'num_proc')))
-    ours, others = (of_documents, of_text) if documents else (of_text, of_documents)
-    if others:
-        fail(', '.join(others) + ': must be left out with ' + ('documents' if documents else 'a text'))
-    if documents and args.name is None and not source.startswith('hf:'):
-        fail('name: must be given with ' + args.dataset)
-    default = source.split('/')[-1].replace(':', '-') if documents and args.dataset == source else args.dataset
-    name = next(n for n in (args.name, default, Path(args.input or '').stem) if n is not None)
-    if args.input is not None and name in {**BUNDLED, **CORPORA}:
+    if documents and args.input is not None:
+        fail(f'input: must be left out with {args.dataset}')
+    foreign = ['val_fraction'] if documents else ['val_every', 'num_proc']
+    if given := [key for key in foreign if getattr(args, key) is not None]:
+        fail(f'{", ".join(given)}: must be left out with {"documents" if documents else "a text"}')
+    name = choose_name(args, source, documents)
+    if args.input is not None and (name in BUNDLED or name in CORPORA):
         fail(f'name={name!r}: is that of a data set that comes with this; give another --name')
+    before = read_json(DATA / name / 'meta.json')
+    options = {'tokenizer': args.tokenizer, 'val_fraction': args.val_fraction,
+               'val_every': args.val_every, 'num_proc': args.num_proc}
+    options = {key: value for key, value in options.items() if value is not None}
+    if documents:
+        options = {'num_proc': min(os.cpu_count() or 1, 16)} | options
+        meta = prepare_documents(name, source, overwrite=args.overwrite, **options)
+    else:
+        meta = prepare(name, args.input, overwrite=args.overwrite, **options)
+    there = ' is there already' if meta == before and not args.overwrite else ''
+    tokens = meta['tokens']
+    print(f'data/{name}{there}: {tokens["train"]:,} train and {tokens["val"]:,} val tokens, '
+          f'vocabulary {meta["n_vocab"]:,} ({meta["tokenizer"]["kind"]}), from {meta["origin"]}')
+    if skipped := meta.get('skipped'):
+        print(f'{skipped:,} of {meta["documents"] + skipped:,} documents had no text')
+
+
+def main(argv=None):
     try:
-        meta = prepare_documents(name, source, **{'num_proc': min(os.cpu_count() or 1, 16)} | ours) \
-            if documents else prepare(name, args.input, args.tokenizer, **ours)
-        print(f'data/{name}: {meta["tokens"]["train"]:,} train and {meta["tokens"]["val"]:,} val tokens, '
-              f'vocabulary {meta["n_vocab"]:,} ({meta["tokenizer"]["kind"]}), from {meta["origin"]}', flush=True)
+        try:
+            run(parse(argv))
+        finally:
+            sys.stdout.flush()  # here, where a fault of it is still caught
     except ValueError as e:
         fail(e)
     except KeyboardInterrupt:
-        fail('stopped; of documents, what is finished is kept: the same command goes on from there', 130)
-    except OSError as e:  # of the line above; what concerns files is a ValueError
+        fail('stopped; of documents, what is finished is kept: the same command goes on from there',
+             130)
+    except BrokenPipeError:
+        os._exit(0)  # nobody reads on, as in --help | true
+    except OSError as e:  # of stdout; what concerns other files is a ValueError
         fail(e, 1)
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGINT, on_interrupt)
     main()

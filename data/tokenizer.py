@@ -11,11 +11,15 @@ Each tokenizer has these attributes and methods:
     state()                      plain values from which tokenizer_from makes the tokenizer again
 """
 import codecs
+import os
 import re
 from functools import cache
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 
 import numpy as np
+
+from data.files import read_json
 
 TIMEOUT = 60  # seconds that the download of GPT-2's vocabulary (1.5 MB) may take
 END_OF_TEXT = '<|endoftext|>'
@@ -129,6 +133,27 @@ def tokenizer_from(state: dict):
         if state.get('kind') == cls.kind:
             return cls()
     raise ValueError(f'tokenizer={state.get("kind")!r}: must be one of char, bytes, gpt2')
+
+
+def choose_tokenizer(name, root):
+    """ The tokenizer for --tokenizer=NAME: bytes, gpt2, or that of a prepared folder (in root).
+
+    None for char, whose table is yet to be made of the text.
+    """
+    if name == 'char':
+        return None
+    if name in ('bytes', 'gpt2'):
+        tok = tokenizer_from({'kind': name})
+    else:
+        metas = [folder / 'meta.json' for folder in (Path(os.path.expanduser(name)), Path(root) / name)]
+        found = [path for path in metas if path.is_file()]
+        if not name or not found:
+            raise ValueError(f'tokenizer={name!r}: must be one of char, bytes, gpt2, or a folder that '
+                             'prepare.py made')
+        tok = tokenizer_from(read_json(found[0]).get('tokenizer', {}))
+    if tok.kind == 'gpt2':
+        gpt2_bpe()  # if it cannot be had, that is said now
+    return tok
 
 
 def encode_stream(tok, texts):
