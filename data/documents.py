@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
@@ -100,7 +99,10 @@ def open_documents(source, paths):
 
 
 class Reader:
-    """ Iterates over the texts of rows, counts and hashes them. Rows without one are skipped. """
+    """ Iterates over the texts of rows, which it counts and hashes. Rows without one are skipped.
+
+    Its digest after n documents is that of all n of them.
+    """
     def __init__(self, rows):
         self.rows = rows
         self.documents, self.skipped, self.digest = 0, 0, ''
@@ -126,6 +128,7 @@ class Reader:
                              'is kept: once this can be read, the same command goes on') from e
 
     def where(self):
+        """ The row that was read last, in an error message. """
         if not isinstance(self.rows, LocalFiles):
             return f'document {self.documents + self.skipped + 1}'
         i, number = self.rows.place
@@ -133,6 +136,7 @@ class Reader:
         return f'{self.rows.paths[i]}, {unit} {number}' if number else self.rows.paths[i]
 
     def progress(self):
+        """ Plain values for progress.json, from which jump goes on. """
         return {'documents': self.documents, 'skipped': self.skipped, 'digest': self.digest,
                 'place': self.rows.state_dict()}
 
@@ -143,41 +147,41 @@ class Reader:
         self.rows.load_state_dict(progress['place'])
 
 
-def survey(rows, known, characters):
-    """ Reads all documents once. Returns progress after the first known ones and after all.
+def survey(rows, n, characters):
+    """ Reads all documents once. Returns the reader's progress after n of them, and after all.
 
     Puts their characters into the set characters, unless it is None.
     """
     start, reader = rows.state_dict(), Reader(rows)
-    first = reader.progress()
+    after_n = reader.progress()
     for text in tqdm(reader, 'reading', unit=' documents', mininterval=1):
         if characters is not None:
             characters.update(text)
-        if reader.documents == known:
-            first = reader.progress()
-    last = reader.progress()
+        if reader.documents == n:
+            after_n = reader.progress()
+    after_all = reader.progress()
     rows.load_state_dict(start)
-    return first, last
+    return after_n, after_all
 
 
 def chunks(reader):
     """ Yields (number of documents before, documents of CHUNK characters, progress after them). """
-    first, texts, size = reader.documents, [], 0
+    before, texts, size = reader.documents, [], 0
     for text in reader:
         texts.append(text)
         size += len(text) + 1
         if size >= CHUNK:
-            yield first, texts, reader.progress()
-            first, texts, size = reader.documents, [], 0
+            yield before, texts, reader.progress()
+            before, texts, size = reader.documents, [], 0
     if texts:
-        yield first, texts, reader.progress()
+        yield before, texts, reader.progress()
 
 
 def tokenize(chunk, tok, val_every):
     """ (progress after the chunk, {split: ids}). Every val_every-th document is for validation. """
-    first, texts, progress = chunk
+    before, texts, progress = chunk
     ids = {split: [np.empty(0, np.uint16)] for split in SPLITS}
-    for number, text in enumerate(texts, first + 1):
+    for number, text in enumerate(texts, before + 1):
         split = 'val' if number % val_every == 0 else 'train'
         try:
             ids[split] += [tok.encode(text), tok.end]
@@ -186,15 +190,10 @@ def tokenize(chunk, tok, val_every):
     return progress, {split: np.concatenate(arrays) for split, arrays in ids.items()}
 
 
-def end_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
 def worker():
     """ Prepares a worker process: it leaves Ctrl-C to its parent and ends when its parent ends. """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    files.when_parent_ends(lambda: os._exit(1))
 
 
 def in_order(function, items, num_proc):
@@ -257,68 +256,29 @@ def find_files(source):
     return paths
 
 
+def unfinished_state(folder, wanted, overwrite):
+    """ The progress.json of the unfinished set in folder, {} if a new set begins.
+
+    ValueError if the one in folder has other than the wanted values, or is damaged, and must not
+    be overwritten.
+    """
+    state = files.read_json(folder / 'progress.json')
+    if not state:
+        return {}
+    if state == state | wanted and parts_are_there(folder, state['bytes']):
+        return state
+    if not overwrite:
+        raise ValueError(f'name={folder.name!r}: holds an unfinished set of other documents or '
+                         f'options, or a damaged one (from {state.get("origin")}); give '
+                         '--overwrite to begin anew, or another --name')
+    return {}
+
+
 def check_room(folder, need):
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ValueError(f'name={folder.name!r}: must have room for about {need / 1e9:.1f} GB of '
                          f'tokens, the disk has {free / 1e9:.1f} GB free')
-
-
-def prepare_documents(name: str, source: str, tokenizer: str = 'gpt2', val_every: int = 2000,
-                      num_proc: int = 1, root=DATA, overwrite: bool = False) -> dict:
-    """ Writes root/NAME from the documents of source, the tokenizer's end after each. Returns meta.
-
-    source: hf:NAME[:CONFIG], parquet:GLOB or jsonl:GLOB, with a field text; rows without one are
-    skipped and counted. Every val_every-th document is for validation. The files are the same for
-    any num_proc and however often a call was stopped. ValueError says what is wrong.
-
-    Files are read twice: once to find faults before the work begins, and to see whether they begin
-    with the documents of an unfinished set, which goes on if they do; then to encode the rest.
-    """
-    files.check_name(name)
-    for key, value, least in (('val_every', val_every, 2), ('num_proc', num_proc, 1)):
-        if value < least:
-            raise ValueError(f'{key}={value!r}: must be {least} or more')
-    paths, folder = find_files(source), Path(root) / name
-    tok = choose_tokenizer(tokenizer, root)
-    try:
-        size = sum(os.path.getsize(path) for path in paths)
-        rows, total = open_documents(source, paths)
-    except Exception as e:  # a file, its format or the network may be at fault
-        hint = "; pip install 'datasets>=4'" if isinstance(e, ImportError) else ''
-        fault = f'{type(e).__name__}: {str(e)[:300]}'
-        raise ValueError(f'{source}: cannot be opened ({fault}){hint}') from e
-    with files.locked(folder, wait=False):
-        state = files.read_json(folder / 'progress.json')
-        begin, content = state, {}
-        if paths or tok is None:
-            characters = {'\n'} if tok is None else None
-            begin, content = survey(rows, state.get('documents'), characters)
-            total = content['documents'] + content['skipped']
-            del content['place']
-            tok = tok or CharTokenizer.train(characters)
-        wanted = {'origin': source, 'val_every': val_every, 'tokenizer': tok.state()}
-        if meta := files.find_set(folder, wanted | content, overwrite):
-            return meta
-        same = {**wanted, 'digest': begin.get('digest')}
-        if state and not (state == state | same and parts_are_there(folder, state['bytes'])):
-            if not overwrite:
-                raise ValueError(f'name={name!r}: holds an unfinished set of other documents or '
-                                 f'options, or a damaged one ({state.get("origin")}); give '
-                                 '--overwrite to begin anew, or another --name')
-            state = {}
-        reader = Reader(rows)
-        if state:
-            reader.jump(begin)
-        need = EXPECTED[source][1] if source in EXPECTED else size * (0.5 if tok.kind == 'gpt2' else 2)
-        check_room(folder, need - sum(state.get('bytes', {}).values()))
-        with closing(Unfinished(folder, state | wanted)) as out:
-            encode(reader, out, total, partial(tokenize, tok=tok, val_every=val_every), num_proc)
-            out.save()
-            meta = wanted | {'n_vocab': tok.n_vocab} | reader.progress()
-            del meta['place']
-            what = f'{source}: the set of {reader.documents:,} documents'
-            return out.finish(meta, what, 'give more documents, or a smaller --val_every')
 
 
 def encode(reader, out, total, function, num_proc):
@@ -333,3 +293,58 @@ def encode(reader, out, total, function, num_proc):
                 out.save()
             bar.update(progress['documents'] + progress['skipped'] - bar.n)
             bar.set_postfix_str(f'{sum(out.sizes.values()) / 2e6:,.0f}M tokens', refresh=False)
+    out.save()
+
+
+def prepare_documents(name: str, source: str, tokenizer: str = 'gpt2', val_every: int = 2000,
+                      num_proc: int = 1, root=DATA, overwrite: bool = False) -> dict:
+    """ Writes root/NAME from the documents of source, the tokenizer's end after each. Returns meta.
+
+    source: hf:NAME[:CONFIG], parquet:GLOB or jsonl:GLOB, with a field text; rows without one are
+    skipped and counted. Every val_every-th document is for validation. The files are the same for
+    any num_proc and however often a call was stopped. ValueError says what is wrong.
+
+    Files are read twice. The first time shows faults before the work begins, and whether an
+    unfinished set in root/NAME still holds their first documents; then it goes on. The second time
+    encodes what is missing. A data set of the Hub is read once and trusted to stay the same.
+    """
+    files.check_name(name)
+    for key, value, least in (('val_every', val_every, 2), ('num_proc', num_proc, 1)):
+        if value < least:
+            raise ValueError(f'{key}={value!r}: must be {least} or more')
+    paths, folder = find_files(source), Path(root) / name
+    tok = choose_tokenizer(tokenizer, root)
+    try:
+        source_bytes = sum(os.path.getsize(path) for path in paths)
+        rows, total = open_documents(source, paths)
+    except Exception as e:  # a file, its format or the network may be at fault
+        hint = "; pip install 'datasets>=4'" if isinstance(e, ImportError) else ''
+        fault = f'{type(e).__name__}: {str(e)[:300]}'
+        raise ValueError(f'{source}: cannot be opened ({fault}){hint}') from e
+    with files.locked(folder, wait=False):
+        begin = files.read_json(folder / 'progress.json')
+        wanted = {'origin': source, 'val_every': val_every}
+        all_of_it, first_of_it = {}, {}
+        if paths or tok is None:
+            characters = {'\n'} if tok is None else None
+            begin, end = survey(rows, begin.get('documents'), characters)
+            tok = tok or CharTokenizer.train(characters)
+            total = end['documents'] + end['skipped']
+            all_of_it, first_of_it = {'digest': end['digest']}, {'digest': begin['digest']}
+        wanted['tokenizer'] = tok.state()
+        if meta := files.find_set(folder, wanted | all_of_it, overwrite):
+            return meta
+        state = unfinished_state(folder, wanted | first_of_it, overwrite)
+        reader = Reader(rows)
+        if state:
+            reader.jump(begin)
+        need = source_bytes * (0.5 if tok.kind == 'gpt2' else 2)
+        if source in EXPECTED:
+            need = EXPECTED[source][1]
+        check_room(folder, need - sum(state.get('bytes', {}).values()))
+        with closing(Unfinished(folder, state | wanted)) as out:
+            encode(reader, out, total, partial(tokenize, tok=tok, val_every=val_every), num_proc)
+            meta = wanted | {'n_vocab': tok.n_vocab, 'documents': reader.documents,
+                             'skipped': reader.skipped, 'digest': reader.digest}
+            return out.finish(meta, f'{source}: the set of {reader.documents:,} documents',
+                              'give more documents, or a smaller --val_every')

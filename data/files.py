@@ -1,7 +1,9 @@
 """ Token files in a folder: written whole or not at all, by one process at a time. """
 import hashlib
 import json
+import multiprocessing
 import os
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +16,22 @@ def check_name(name):
         raise ValueError(f'name={name!r}: must be the plain name of a folder; give another --name')
 
 
+def when_parent_ends(act):
+    """ Calls act once the parent process has ended, however it ended: no child outlives it. """
+    parent = multiprocessing.parent_process()
+
+    def watch():
+        parent.join()
+        act()
+    threading.Thread(target=watch, daemon=True).start()
+
+
 @contextmanager
 def locked(folder, wait=True):
-    """ Holds folder for one process, at most until it ends. ValueError if it cannot be written.
+    """ Holds folder for this process, at the longest until it ends.
 
-    If another process holds it: waits, or raises ValueError.
+    If another process holds it, this one waits or gets a ValueError. So it does if folder cannot
+    be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +63,7 @@ def write(folder, files, parts=()):
                 f.flush()
                 os.fsync(f.fileno())
         if 'meta.json' in files:
-            (folder / 'meta.json').unlink(missing_ok=True)  # so that it never describes other tokens
+            (folder / 'meta.json').unlink(missing_ok=True)  # it never describes other tokens
         for name in parts:
             os.replace(folder / f'{name}.part', folder / name)
         for name in files:
@@ -70,31 +83,33 @@ def read_json(path):
 
 
 def find_set(folder, wanted, overwrite):
-    """ The meta of the set in folder if it has the wanted values and is whole.
+    """ The meta of the set in folder if it has the wanted values. None if a set is to be written.
 
-    None if a set may be written. ValueError if another one is there that overwrite does not give up.
+    ValueError if the one in folder has other values and must not be overwritten.
     """
     meta = read_json(folder / 'meta.json')
     if not meta or overwrite:
         return None
     if meta != meta | wanted:
-        raise ValueError(f'name={folder.name!r}: holds a set already, of other content or options '
-                         f'({meta.get("origin")}); give --overwrite, or another --name')
+        raise ValueError(f'name={folder.name!r}: holds a set already (from {meta.get("origin")}), '
+                         'which may differ from this one; give --overwrite, or another --name')
     for split in SPLITS:
         path = folder / f'{split}.bin'
         if not path.exists() or path.stat().st_size != 2 * meta['tokens'][split]:
-            return None
+            return None  # it is damaged
     return meta
 
 
 class TokenFiles:
-    """ train.bin.part and val.bin.part, which grow until finish() gives them their names. """
+    """ train.bin.part and val.bin.part, which grow until finish() gives them their names.
+
+    sizes: {split: bytes} of the existing files that are kept; None begins new files.
+    """
     def __init__(self, folder, sizes=None):
-        """ sizes: {split: bytes of the existing files to go on from}; None starts new files. """
         self.folder, self.files = folder, {}
         self.sizes = sizes or dict.fromkeys(SPLITS, 0)
         if not sizes:
-            (folder / 'progress.json').unlink(missing_ok=True)  # it describes the old ones
+            (folder / 'progress.json').unlink(missing_ok=True)  # it describes the old files
         for split in SPLITS:
             self.files[split] = open(self.part(split), 'ab')
             self.files[split].truncate(self.sizes[split])
@@ -117,21 +132,21 @@ class TokenFiles:
             f.close()
 
     def discard(self):
-        """ Removes what has not got its name. """
+        """ Removes the files that have no name yet. """
         self.close()
         for path in (self.folder / 'progress.json', *map(self.part, SPLITS)):
             path.unlink(missing_ok=True)
 
-    def finish(self, meta, who, advice):
-        """ Gives the files their names and writes meta with their sizes. Returns meta.
+    def finish(self, meta, what, advice):
+        """ Gives the files their names. Returns meta, which it writes with their sizes and hashes.
 
-        ValueError, which begins with who, if they are too short.
+        ValueError, with what and advice in it, if they are too short.
         """
         tokens = {split: size // 2 for split, size in self.sizes.items()}
         if min(tokens.values()) < 2:
             self.discard()
-            raise ValueError(f'{who}: too short, {tokens["train"]} + {tokens["val"]} tokens (train + '
-                             f'val), each must have 2; {advice}')
+            counts = f'{tokens["train"]} + {tokens["val"]} tokens (train + val)'
+            raise ValueError(f'{what}: too short, {counts}, each must have 2; {advice}')
         self.sync()
         self.close()  # Windows gives no open file another name
         meta = meta | {'tokens': tokens, 'sha256': {}}

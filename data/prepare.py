@@ -3,7 +3,7 @@ Turns texts into token files: data/NAME/train.bin, val.bin (uint16, little-endia
 
     python data/prepare.py shakespeare_char                   the bundled text
     python data/prepare.py --input=my.txt --tokenizer=gpt2    any UTF-8 text, here as data/my
-    python data/prepare.py --input=b.txt --tokenizer=data/my  another text, with the table of data/my
+    python data/prepare.py --input=b.txt --tokenizer=data/my  another, with the characters of my
     python data/prepare.py openwebtext                        8 million documents
     python data/prepare.py 'jsonl:my/*.jsonl.gz' --name=my    your documents; also parquet: and hf:
 """
@@ -23,7 +23,15 @@ if __name__ == '__main__':  # Python looks in data/ only for what a script there
 import numpy as np  # noqa: E402
 
 from data.documents import prepare_documents  # noqa: E402
-from data.files import DATA, SPLITS, TokenFiles, check_name, find_set, locked, read_json  # noqa: E402
+from data.files import (  # noqa: E402
+    DATA,
+    SPLITS,
+    TokenFiles,
+    check_name,
+    find_set,
+    locked,
+    read_json,
+)
 from data.tokenizer import (  # noqa: E402, F401
     ByteTokenizer,
     CharTokenizer,
@@ -36,8 +44,9 @@ from data.tokenizer import (  # noqa: E402, F401
 
 BUNDLED = {'shakespeare_char': 'char', 'shakespeare': 'gpt2'}  # shakespeare.txt by these tokenizers
 CORPORA = {'openwebtext': 'hf:Skylion007/openwebtext'}
+OF_TEXTS, OF_DOCUMENTS = ('val_fraction',), ('val_every', 'num_proc')  # keys of one of them only
 READ = 2**20  # bytes of a text that are in memory at once
-LONG = 2**24  # characters without a place to cut them, from which on their memory is announced
+LONG = 2**24  # characters; their memory is announced if they must be encoded at once
 
 
 def read(path):
@@ -74,14 +83,14 @@ def check_input(path):
     """ ValueError if path is not a text that can be read more than once. """
     if kind := re.search(r'\.(jsonl|ndjson|parquet)(\.gz)?$', path.name, re.IGNORECASE):
         source = 'parquet' if kind[1].lower() == 'parquet' else 'jsonl'
-        raise ValueError(f'input={str(path)!r}: holds documents, which are not prepared as one text; '
-                         f"give '{source}:{path}' --name=NAME in place of --input")
+        raise ValueError(f'input={str(path)!r}: holds documents, which are no plain text; give '
+                         f"'{source}:{path}' --name=NAME in place of --input")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f'input={str(path)!r}: must be a file, since it is read more than once')
 
 
 def announce_memory(path):
-    """ Says what memory GPT-2's BPE needs if a text has long stretches where it cannot be cut. """
+    """ Says how much memory GPT-2's BPE needs, if the text has a long stretch without a cut. """
     longest = max(len(piece) for piece in pieces(read(path)))
     if longest > LONG:
         print(f'note: {longest:,} characters without a blank or a sign are encoded at once, which '
@@ -98,29 +107,25 @@ def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, ro
     is written.
     """
     if input is None and name not in BUNDLED:
-        raise ValueError(f'name={name!r}: not a bundled text ({", ".join(BUNDLED)}); give your own: '
-                         '--input=FILE')
-    path = DATA / 'shakespeare.txt'
-    if input is not None:
-        path = Path(os.path.expanduser(input))
-    if tokenizer is None:
-        tokenizer = BUNDLED[name] if input is None else 'char'
+        raise ValueError(f'name={name!r}: not a bundled text ({", ".join(BUNDLED)}); give your '
+                         'own: --input=FILE')
+    path = DATA / 'shakespeare.txt' if input is None else Path(os.path.expanduser(input))
     check_input(path)
     known, characters = set(), 0
     for text in read(path):
         known.update(text)
         characters += len(text)
+    label = f'input={str(path)!r}'
     if not characters:
-        raise ValueError(f'input={str(path)!r}: is empty; give a UTF-8 text file')
+        raise ValueError(f'{label}: is empty; give a UTF-8 text file')
     check_name(name)
     if not 0 < val_fraction < 1:
         raise ValueError(f'val_fraction={val_fraction!r}: must be between 0 and 1, for example 0.1')
+    if tokenizer is None:
+        tokenizer = BUNDLED[name] if input is None else 'char'
     tok = choose_tokenizer(tokenizer, root) or CharTokenizer.train(known)
-    try:
-        if tok.kind == 'char':
-            tok.check(known)
-    except ValueError as e:
-        raise ValueError(f'input={str(path)!r}: {e} of --tokenizer={tokenizer}') from e
+    if tok.kind == 'char':
+        tok.check(known, f'{label}: ', f' of --tokenizer={tokenizer}')
     with open(path, 'rb') as f:
         digest = hashlib.file_digest(f, 'sha256').hexdigest()
     wanted = {'tokenizer': tok.state(), 'characters': characters, 'val_fraction': val_fraction,
@@ -130,20 +135,18 @@ def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, ro
         if meta := find_set(folder, wanted, overwrite):
             return meta
         if read_json(folder / 'progress.json') and not overwrite:
-            raise ValueError(f'name={name!r}: holds an unfinished set of documents; give --overwrite, '
-                             'or another --name')
+            raise ValueError(f'name={name!r}: holds an unfinished set of documents; give '
+                             '--overwrite, or another --name')
         if tok.kind == 'gpt2':
             announce_memory(path)
         cut = int(characters * (1 - val_fraction))
-        ranges = {'train': (0, cut), 'val': (cut, characters)}
         out = TokenFiles(folder)
         try:
-            for split in SPLITS:
-                for ids in encode_stream(tok, read_range(path, *ranges[split])):
+            for split, start, stop in (('train', 0, cut), ('val', cut, characters)):
+                for ids in encode_stream(tok, read_range(path, start, stop)):
                     out.add(split, ids)
             meta = wanted | {'n_vocab': tok.n_vocab, 'origin': path.name}
-            return out.finish(meta, f'input={str(path)!r}',
-                              'give a longer text or another val_fraction')
+            return out.finish(meta, label, 'give a longer text or another val_fraction')
         finally:
             out.discard()
 
@@ -200,13 +203,13 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def choose_name(args, source, documents):
-    """ The name of the folder: --name, or one made of the file's or the data set's. """
+def choose_name(args, source):
+    """ The name of the folder: --name, or else one made of the file's or the data set's. """
     if args.name is not None:
         return args.name
     if args.dataset is None:
         return Path(args.input).stem
-    if args.dataset in CORPORA or not documents:
+    if args.dataset != source or ':' not in source:
         return args.dataset
     if not source.startswith('hf:'):
         fail(f'name: must be given with {args.dataset}')
@@ -221,21 +224,20 @@ def run(args):
         fail('nothing to prepare: give the name of a bundled text or --input=FILE')
     if documents and args.input is not None:
         fail(f'input: must be left out with {args.dataset}')
-    foreign = ['val_fraction'] if documents else ['val_every', 'num_proc']
-    if given := [key for key in foreign if getattr(args, key) is not None]:
-        fail(f'{", ".join(given)}: must be left out with {"documents" if documents else "a text"}')
-    name = choose_name(args, source, documents)
+    name = choose_name(args, source)
     if args.input is not None and (name in BUNDLED or name in CORPORA):
         fail(f'name={name!r}: is that of a data set that comes with this; give another --name')
+    options = {key: getattr(args, key) for key in ('tokenizer', *OF_TEXTS, *OF_DOCUMENTS)}
+    given = {key: value for key, value in options.items() if value is not None}
+    kind, foreign = ('documents', OF_TEXTS) if documents else ('a text', OF_DOCUMENTS)
+    if wrong := [key for key in foreign if key in given]:
+        fail(f'{", ".join(wrong)}: must be left out with {kind}')
     before = read_json(DATA / name / 'meta.json')
-    options = {'tokenizer': args.tokenizer, 'val_fraction': args.val_fraction,
-               'val_every': args.val_every, 'num_proc': args.num_proc}
-    options = {key: value for key, value in options.items() if value is not None}
     if documents:
-        options = {'num_proc': min(os.cpu_count() or 1, 16)} | options
-        meta = prepare_documents(name, source, overwrite=args.overwrite, **options)
+        given.setdefault('num_proc', min(os.cpu_count() or 1, 16))
+        meta = prepare_documents(name, source, overwrite=args.overwrite, **given)
     else:
-        meta = prepare(name, args.input, overwrite=args.overwrite, **options)
+        meta = prepare(name, args.input, overwrite=args.overwrite, **given)
     there = ' is there already' if meta == before and not args.overwrite else ''
     tokens = meta['tokens']
     print(f'data/{name}{there}: {tokens["train"]:,} train and {tokens["val"]:,} val tokens, '
@@ -249,7 +251,7 @@ def main(argv=None):
         try:
             run(parse(argv))
         finally:
-            sys.stdout.flush()  # here, where a fault of it is still caught
+            sys.stdout.flush()  # at exit, nothing would catch its error
     except ValueError as e:
         fail(e)
     except KeyboardInterrupt:
@@ -257,7 +259,7 @@ def main(argv=None):
              130)
     except BrokenPipeError:
         os._exit(0)  # nobody reads on, as in --help | true
-    except OSError as e:  # of stdout; what concerns other files is a ValueError
+    except OSError as e:  # it comes from stdout; for other files there is a ValueError
         fail(e, 1)
 
 

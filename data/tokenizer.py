@@ -58,13 +58,13 @@ class CharTokenizer:
     def end(self):
         return self.encode('\n')
 
-    def check(self, characters):
-        """ Raises a ValueError that names the characters that have no id. """
+    def check(self, characters, before='', after=''):
+        """ ValueError if some characters have no id. It names them between before and after. """
         if unknown := sorted(set(characters) - self.ids.keys()):
             which = f'character {named(unknown)} is'
             if len(unknown) > 1:
                 which = f'{len(unknown):,} characters, {named(unknown)}, are'
-            raise ValueError(f'{which} none of the {self.n_vocab} known ones')
+            raise ValueError(f'{before}{which} none of the {self.n_vocab} known ones{after}')
 
     def encode(self, text: str, special=False) -> np.ndarray:
         try:
@@ -145,12 +145,13 @@ def choose_tokenizer(name, root):
     if name in ('bytes', 'gpt2'):
         tok = tokenizer_from({'kind': name})
     else:
-        metas = [folder / 'meta.json' for folder in (Path(os.path.expanduser(name)), Path(root) / name)]
-        found = [path for path in metas if path.is_file()]
+        folders = [Path(os.path.expanduser(name)), Path(root) / name]
+        metas = [read_json(folder / 'meta.json') for folder in folders]
+        found = [meta['tokenizer'] for meta in metas if 'tokenizer' in meta]
         if not name or not found:
-            raise ValueError(f'tokenizer={name!r}: must be one of char, bytes, gpt2, or a folder that '
-                             'prepare.py made')
-        tok = tokenizer_from(read_json(found[0]).get('tokenizer', {}))
+            raise ValueError(f'tokenizer={name!r}: must be one of char, bytes, gpt2, or a folder '
+                             'that prepare.py made')
+        tok = tokenizer_from(found[0])
     if tok.kind == 'gpt2':
         gpt2_bpe()  # if it cannot be had, that is said now
     return tok

@@ -321,6 +321,65 @@ def test_preparing_again_replaces_and_spares_other_files(text, tmp_path):
     check_whole(tmp_path / 'x')
 
 
+def test_the_table_of_another_folder(text, tmp_path, monkeypatch):
+    """ A second text gets the ids of the first one's table, so that a model of the first can go on. """
+    first = prepare('a', text('the cat, the dog\n' * 9, 'a.txt'), root=tmp_path)
+    for name in ('a', str(tmp_path / 'a'), '~/a'):
+        monkeypatch.setenv('HOME', str(tmp_path))
+        second = prepare('b', text('a dog hot\n' * 9, 'b.txt'), tokenizer=name, root=tmp_path)
+        assert second['tokenizer'] == first['tokenizer']
+    tok, tokens = tokenizer_from(first['tokenizer']), load('b', root=tmp_path)[1]
+    assert tok.decode(tokens['train']) == ('a dog hot\n' * 9)[:81]
+    with pytest.raises(ValueError, match=r"^input='.*c.txt': 2 characters, 'k' .*'é' \(U\+00E9\), are none of the 1. "
+                                         'known ones of --tokenizer=a$'):
+        prepare('c', text('a dog kéh\n' * 9, 'c.txt'), tokenizer='a', root=tmp_path)
+    assert not (tmp_path / 'c').exists()
+    assert prepare('d', text('ké' * 9, 'd.txt'), 'bytes', root=tmp_path)['n_vocab'] == 256
+    assert prepare('e', text('ké' * 9, 'e.txt'), 'd', root=tmp_path)['tokenizer'] == {'kind': 'bytes'}
+
+
+@pytest.mark.parametrize('tokenizer', ['char', 'bytes', 'gpt2'])
+def test_a_text_is_read_in_pieces(request, text, tmp_path, monkeypatch, tokenizer):
+    """ The tokens are those of the whole, wherever the pieces end, and few characters come at once. """
+    if tokenizer == 'gpt2':
+        request.getfixturevalue('bpe')
+    monkeypatch.setattr(P, 'READ', 7)
+    monkeypatch.setattr(T, 'PIECE', 5)
+    s = "it's 12 été \n\n \U0001f468 中文，中文\r\n don't" * 50
+    cls = {'char': CharTokenizer, 'bytes': T.ByteTokenizer, 'gpt2': GPT2Tokenizer}[tokenizer]
+    lengths, real = [], cls.encode
+    monkeypatch.setattr(cls, 'encode', lambda self, text: lengths.append(len(text)) or real(self, text))
+    meta = prepare('x', text('\ufeff' + s), tokenizer, val_fraction=0.3, root=tmp_path)
+    monkeypatch.undo()
+    tok, cut = tokenizer_from(meta['tokenizer']), int(len(s) * 0.7)
+    _, tokens = load('x', root=tmp_path)
+    assert tokens['train'].tolist() == tok.encode(s[:cut]).tolist()
+    assert tokens['val'].tolist() == tok.encode(s[cut:]).tolist()
+    assert max(lengths) < 20 and meta['characters'] == len(s)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(tmp_path):
+    """ Of 40 MB, no more than a few are in memory. """
+    resource = pytest.importorskip('resource')
+    (tmp_path / 'big.txt').write_bytes((DATA / 'shakespeare.txt').read_bytes() * 36)
+    script = ('import resource, sys; sys.path.insert(0, sys.argv[1])\n'
+              'from data.prepare import prepare\n'
+              'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
+              'prepare("x", sys.argv[2], root=sys.argv[3])\n'
+              'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)')
+    assert resource
+    r = command('-c', script, DATA.parent, tmp_path / 'big.txt', tmp_path, cwd=tmp_path)
+    assert int(r.stdout) < 25_000  # kilobytes
+
+
+@pytest.mark.parametrize('word, said', [('a', True), ('a ', False)])
+def test_long_stretches_are_announced(bpe, text, tmp_path, monkeypatch, capsys, word, said):
+    monkeypatch.setattr(P, 'LONG', 10**5)
+    prepare('x', text(word * 2 * 10**5), 'gpt2', root=tmp_path)
+    assert ('000 characters without a blank or a sign' in capsys.readouterr().err) == said
+
+
 # -----------------------------------------------------------------------------
 # interrupted, crowded
 
@@ -447,6 +506,20 @@ def test_refused(text, tmp_path, content, kwargs, message):
     assert {p.name for p in tmp_path.rglob('*')} <= {'my text.txt', *(['x', '.lock'] if 'too short' in message else [])}
 
 
+@pytest.mark.parametrize('name, source', [
+    ('my.jsonl', 'jsonl'), ('MY.JSONL.GZ', 'jsonl'), ('my.ndjson', 'jsonl'), ('my.Parquet', 'parquet')])
+def test_a_collection_is_no_text(text, tmp_path, name, source):
+    path = text('{"text": "some text"}\n' * 9, name)
+    with pytest.raises(ValueError, match=f"input='.*{name}': holds documents, .*give '{source}:.*{name}' --name=NAME"):
+        prepare('x', path, root=tmp_path)
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / 'pipe')
+    with pytest.raises(ValueError, match="input='.*pipe': must be a file, since it is read more than once"):
+        prepare('x', tmp_path / 'pipe', root=tmp_path)
+
+
 def test_refused_places(text, tmp_path):
     with pytest.raises(ValueError, match=r"input='.*nowhere': No such file or directory; give"):
         prepare('x', tmp_path / 'nowhere', root=tmp_path)
@@ -504,6 +577,56 @@ def test_command_writes_beside_itself(text, tmp_path):
     r = command(home / 'prepare.py', '--input=my text.txt', '--val_fraction=0.5', cwd=tmp_path)
     assert r.returncode == 0 and r.stderr == '' and 'data/my text: 5 train and 6 val' in r.stdout
     assert check_whole(home / 'my text')['val_fraction'] == 0.5
+
+
+def test_command_asks_before_it_replaces(text, tmp_path, monkeypatch, capsys):
+    """ ~ in --input is the home folder; what is there already is said, another set stays. """
+    text('some text, some text', 'my.txt')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setattr(P, 'DATA', tmp_path)
+    monkeypatch.setattr(P.prepare, '__defaults__', (None, None, 0.1, tmp_path, False))
+    P.main(['--input=~/my.txt'])
+    assert capsys.readouterr().out.startswith('data/my: 18 train and 2 val tokens')
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / 'my').iterdir() if p.name != '.lock'}
+    P.main(['--input=~/my.txt'])
+    assert capsys.readouterr().out.startswith('data/my is there already: 18 train and 2 val tokens')
+    for changed in (['--val_fraction=0.5'], ['--tokenizer=bytes'], []):
+        if not changed:
+            text('some text, Some text', 'my.txt')
+        with pytest.raises(SystemExit) as e:
+            P.main(['--input=~/my.txt', *changed])
+        assert e.value.code == 2 and '--overwrite' in capsys.readouterr().err
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / 'my').iterdir() if p.name != '.lock'} == before
+    P.main(['--input=~/my.txt', '--overwrite'])
+    assert capsys.readouterr().out.startswith('data/my: 18 train and 2 val tokens, vocabulary 9 (char)')
+    P.main(['--input=~/my.txt', '--overwrite'])
+    assert capsys.readouterr().out.startswith('data/my: 18')
+
+
+def test_command_into_a_closed_pipe(text, tmp_path):
+    """ prepare.py --help | true """
+    home = tmp_path / 'repository' / 'data'
+    home.mkdir(parents=True)
+    for path in DATA.glob('*.py'):
+        shutil.copy(path, home)
+    for args in (['--help'], [f'--input={text("some text, some text")}']):
+        read, write = os.pipe()
+        os.close(read)
+        p = subprocess.run([sys.executable, home / 'prepare.py', *args], stdout=write, stderr=subprocess.PIPE)
+        os.close(write)
+        assert (p.returncode, p.stderr) == (0, b'')
+
+
+def test_command_interrupted_while_it_imports(tmp_path):
+    """ numpy here is a module that takes its time. """
+    (tmp_path / 'numpy.py').write_text('import time\nprint("importing", flush=True)\ntime.sleep(30)')
+    env = os.environ | {'PYTHONPATH': str(tmp_path)}
+    p = subprocess.Popen([sys.executable, DATA / 'prepare.py', '--help'], env=env,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert p.stdout.readline() == b'importing\n'
+    p.send_signal(signal.SIGINT)
+    _, err = p.communicate(timeout=10)
+    assert err == b'' and p.returncode != 0
 
 
 def test_command_refuses_in_one_line(tmp_path):
@@ -707,7 +830,7 @@ def test_documents_that_are_prepared_are_left_alone(bpe, tmp_path, monkeypatch):
         assert prepare_documents('x', source, val_every=7, root=tmp_path) == meta
     (tmp_path / 'x' / 'val.bin').write_bytes(b'damage')
     assert prepare_documents('x', source, val_every=7, root=tmp_path) == meta == check_whole(tmp_path / 'x')
-    with pytest.raises(ValueError, match="name='x': holds a set already, .*--overwrite"):
+    with pytest.raises(ValueError, match="name='x': holds a set already .*--overwrite"):
         prepare_documents('x', source, val_every=3, root=tmp_path)
     assert check_whole(tmp_path / 'x') == meta
     assert prepare_documents('x', source, val_every=3, root=tmp_path, overwrite=True)['val_every'] == 3
@@ -985,7 +1108,7 @@ def test_documents_that_were_edited_ask_for_overwrite(bpe, tmp_path):
     os.utime(file, ns=(1, 1))
     assert prepare_documents('x', source, val_every=7, root=tmp_path) == before
     file.write_bytes(b'\n'.join(reversed(file.read_bytes().split(b'\n'))))  # as long as before
-    with pytest.raises(ValueError, match="name='x': holds a set already, .*--overwrite"):
+    with pytest.raises(ValueError, match="name='x': holds a set already .*--overwrite"):
         prepare_documents('x', source, val_every=7, root=tmp_path)
     after = prepare_documents('x', source, val_every=7, root=tmp_path, overwrite=True)
     assert after['sha256'] != before['sha256']

@@ -781,7 +781,7 @@ def test_preparing_anew_does_not_disturb_a_run(config, root):
     """ A run reads the files that it found, also when others take their place. """
     data = T.Data(config(), CPU)
     before = data.train_batch(0, 0)
-    P.prepare('tiny', input=shorter(root), root=root)
+    P.prepare('tiny', input=shorter(root), root=root, overwrite=True)
     assert all(torch.equal(a, b) for a, b in zip(before, data.train_batch(0, 0), strict=True))
 
 
