@@ -103,6 +103,27 @@ def test_oracle_partition():
     assert reference.index_sets(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
+@pytest.mark.parametrize('L, S', [(1, 1), (5, 1), (6, 2), (7, 3), (8, 3), (4, 9)])
+def test_the_papers_two_phase_computation_is_the_rule(L, S):
+    """Algorithm 1: a residual block reads the finished ones at once, then merges its own sum in by a sigmoid."""
+    h = torch.randn(2, T, D, dtype=torch.float64, requires_grad=True)
+    u = (3 * torch.randn(L + 1, D, dtype=torch.float64)).requires_grad_()
+    sublayers = [lambda x, W=torch.randn(D, D, dtype=torch.float64): torch.tanh(x @ W) for _ in range(L)]
+    phased, plain = (f(h, sublayers, u, S, 0.02) for f in (reference.two_phase, reference.depth_attention))
+    assert close(phased, plain, 1e-13)
+    grads, expected = (torch.autograd.grad(out.sin().sum(), [h, u]) for out in (phased, plain))
+    assert all(close(a, b, 1e-12) for a, b in zip(grads, expected, strict=True))
+
+
+def test_a_merge_of_one_more_source_is_a_sigmoid():
+    """Phase 2 needs no new softmax: h + sigmoid(s - lse) (v - h)."""
+    v, u = [torch.randn(D, dtype=torch.float64) for _ in range(4)], torch.randn(D, dtype=torch.float64)
+    first, second = (reference.attend_with_stats([u], x, 0.02)[0] for x in (v[:3], v[3:]))
+    h, lse = first[0] / first[2], first[1] + first[2].log()
+    merged = h + torch.sigmoid(second[1] - lse) * (v[3] - h)
+    assert close(reference.merge(first, second), merged, 1e-14) and close(merged, reference.attend(v, u, 0.02), 1e-14)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # exact: logits and gradients
 
