@@ -17,7 +17,7 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -190,6 +190,19 @@ def tokenize(chunk, tok, val_every):
     return progress, {split: np.concatenate(arrays) for split, arrays in ids.items()}
 
 
+@contextmanager
+def interrupts_held_back():
+    """ Lets Ctrl-C wait. A process that starts meanwhile never gets it, not even at its start. """
+    if not hasattr(signal, 'pthread_sigmask'):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def worker():
     """ Prepares a worker process: it leaves Ctrl-C to its parent and ends when its parent ends. """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -206,7 +219,8 @@ def in_order(function, items, num_proc):
     with ProcessPoolExecutor(num_proc, spawn, worker) as pool:
         try:
             for item in items:
-                waiting.append(pool.submit(function, item))
+                with interrupts_held_back():  # submit may start a process
+                    waiting.append(pool.submit(function, item))
                 if len(waiting) > 2 * num_proc:
                     yield waiting.popleft().result()
             while waiting:

@@ -255,8 +255,7 @@ def main(argv=None):
     except ValueError as e:
         fail(e)
     except KeyboardInterrupt:
-        fail('stopped; of documents, what is finished is kept: the same command goes on from there',
-             130)
+        fail('stopped; the same command goes on with documents, or begins a text anew', 130)
     except BrokenPipeError:
         os._exit(0)  # nobody reads on, as in --help | true
     except OSError as e:  # it comes from stdout; for other files there is a ValueError

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -592,13 +593,13 @@ def test_command_asks_before_it_replaces(text, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith('data/my is there already: 18 train and 2 val tokens')
     for changed in (['--val_fraction=0.5'], ['--tokenizer=bytes'], []):
         if not changed:
-            text('some text, Some text', 'my.txt')
+            text('text some, text some', 'my.txt')
         with pytest.raises(SystemExit) as e:
             P.main(['--input=~/my.txt', *changed])
         assert e.value.code == 2 and '--overwrite' in capsys.readouterr().err
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / 'my').iterdir() if p.name != '.lock'} == before
     P.main(['--input=~/my.txt', '--overwrite'])
-    assert capsys.readouterr().out.startswith('data/my: 18 train and 2 val tokens, vocabulary 9 (char)')
+    assert capsys.readouterr().out.startswith('data/my: 18 train and 2 val tokens, vocabulary 8 (char)')
     P.main(['--input=~/my.txt', '--overwrite'])
     assert capsys.readouterr().out.startswith('data/my: 18')
 
@@ -760,6 +761,14 @@ def test_in_order_keeps_few_under_way():
     for i, x in enumerate(results):
         assert x == i and len(taken) <= i + 5
     assert len(taken) == 50
+
+
+@pytest.mark.skipif(not hasattr(signal, 'pthread_sigmask'), reason='Windows')
+def test_workers_never_hear_of_ctrl_c():
+    """ Not while they start, either, when Python would print a traceback. """
+    blocked = list(D.in_order(partial(signal.pthread_sigmask, signal.SIG_BLOCK), [[]] * 3, num_proc=2))
+    assert all(signal.SIGINT in signals for signals in blocked)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.mark.parametrize('kind', ['parquet', 'hf'])
