@@ -108,7 +108,8 @@ def test_the_papers_two_phase_computation_is_the_rule(L, S):
     """Algorithm 1: a residual block reads the finished ones at once, then merges its own sum in by a sigmoid."""
     h = torch.randn(2, T, D, dtype=torch.float64, requires_grad=True)
     u = (3 * torch.randn(L + 1, D, dtype=torch.float64)).requires_grad_()
-    sublayers = [lambda x, W=torch.randn(D, D, dtype=torch.float64): torch.tanh(x @ W) for _ in range(L)]
+    matrices = torch.randn(L, D, D, dtype=torch.float64)
+    sublayers = [lambda x, W=W: torch.tanh(x @ W) for W in matrices]
     phased, plain = (f(h, sublayers, u, S, 0.02) for f in (reference.two_phase, reference.depth_attention))
     assert close(phased, plain, 1e-13)
     grads, expected = (torch.autograd.grad(out.sin().sum(), [h, u]) for out in (phased, plain))
