@@ -23,6 +23,7 @@ import kernels
 
 @dataclass
 class GPTConfig:
+    # model
     n_ctx: int = 1024  # context length in tokens
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64 for speed
     n_layer: int = 12  # transformer blocks; each has two sublayers, attention and MLP
@@ -34,6 +35,7 @@ class GPTConfig:
     residual: str = 'standard'  # residual rule: standard | full | block, or one of baselines.py
     residual_blocks: int = 8  # block mode: N residual blocks of ceil(2 * n_layer / N) sublayers
     scale_proj_init: bool = True  # initialise output projections smaller, by 1/sqrt(2 * n_layer)
+    # machine
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
     recompute: bool = False  # recompute each sublayer in the backward pass, to save memory
 

@@ -3,73 +3,89 @@ Trains a GPT with any residual rule, on one device or, started by torchrun, on s
 
     python train.py config/shakespeare_char_cpu.toml --residual=block
     python train.py --out_dir=out/shakespeare_char_cpu --resume
-    torchrun --nproc_per_node=4 train.py config/shakespeare_char.toml --gradient_accumulation_steps=4
+    python train.py --out_dir=out/shakespeare_char_cpu --eval_only
+    torchrun --nproc_per_node=4 train.py config/train_gpt2.toml
 
-What a run promises: batches are functions of (data_seed or seed, step, micro-batch) alone, dropout of (seed, step,
-micro-batch), so runs that differ in the residual rule or in the number of processes see the same data and start from
-the same weights; a stopped run continues as if it had never stopped; nothing is overwritten unless asked; files appear
-whole or not at all.
+What a run promises. A batch depends on (data_seed or seed, step, micro-batch) alone and dropout on
+(seed, step, micro-batch), so runs that differ in the residual rule or in the number of processes
+see the same data and start from the same weights. A stopped run continues as if it had never
+stopped. Nothing is overwritten unless asked. Files appear whole or not at all.
+
+Reading order: the training loop comes first, then what it calls.
 """
+if __name__ == '__main__':
+    from config import program
+    program.begin()
 import hashlib
 import json
 import math
 import os
-import re
 import shlex
-import signal
 import sys
-import threading
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
-from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from tqdm import tqdm
 
 import baselines  # noqa: F401 - importing it registers its rules
 import config as configuration
 import kernels
-from data.prepare import load
+from config.machine import DTYPES, check_memory, matmul_speed, pick_compile, pick_device, pick_dtype
+from config.program import only_run_in, stoppable
+from config.report import Display, import_wandb, json_line, start_wandb
+from data.batches import Data
 from model import GPT, GPTConfig
-from weights import checkpoint_file, initial_weights, load_checkpoint, model_config
+from weights import (
+    checkpoint_file,
+    initial_weights,
+    load_checkpoint,
+    model_config,
+    save,
+    settings_of_weights,
+)
 
 
 @dataclass
 class TrainConfig(GPTConfig):
-    vocab_size: int = 0  # rows of the embedding; 0: as many as the tokenizer has, BPE padded to a multiple of 64
-    dataset: str = 'shakespeare_char'  # folder under data/ that holds train.bin, val.bin and meta.json
-    out_dir: str = 'out/run'  # where checkpoints and log.jsonl go
-    init_from: str = ''  # begin with weights: gpt2, gpt2-medium, ..., or the folder of a run in standard mode
-    resume: bool = False  # go on from out_dir/ckpt.pt; keys that are not given come from there
-    overwrite: bool = False  # replace the run that out_dir holds
+    # model
+    vocab_size: int = 0  # rows of the embedding; 0: as the tokenizer needs, BPE padded to 64s
+    init_from: str = ''  # begin with weights: gpt2, gpt2-medium, ..., or the folder of a run
+    # data
+    dataset: str = 'shakespeare_char'  # folder under data/ that prepare.py wrote
+    batch_size: int = 12  # sequences in one forward pass
+    gradient_accumulation_steps: int = 1  # forward passes in a step, shared among the processes
     seed: int = 1337  # of the weights, the order of the batches and dropout
     data_seed: int = 0  # of the order of the batches alone; 0: seed
-    batch_size: int = 12  # sequences in one forward pass
-    gradient_accumulation_steps: int = 1  # forward passes in one step, shared among the processes
+    # training
     max_iters: int = 5000  # optimiser steps
     learning_rate: float = 6e-4  # the highest, right after the warm-up
     min_lr: float = 6e-5  # the lowest, at the end of the cosine
     warmup_iters: int = 100  # steps in which the rate rises; the first is not zero
     lr_decay_iters: int = 0  # steps until the rate is min_lr; 0: max_iters
-    decay_lr: bool = True  # warm-up and cosine; off: learning_rate throughout
+    decay_lr: bool = True  # warm-up and cosine; false: learning_rate throughout
     weight_decay: float = 0.1  # of matrices and embeddings, never of queries, gains and biases
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
+    beta1: float = 0.9  # AdamW's decay of the mean of the gradients
+    beta2: float = 0.95  # AdamW's decay of the mean of their squares
     grad_clip: float = 1.0  # largest gradient norm; 0: no limit
-    nonfinite: str = 'stop'  # a step whose loss or gradient is not finite: stop the run, or skip the step
+    nonfinite: str = 'stop'  # if a loss or gradient is not finite: stop the run or skip the step
     eval_interval: int = 250  # steps between evaluations; each saves a checkpoint
-    eval_iters: int = 200  # batches in an evaluation, spread evenly over the validation text; 0: all of it
-    log_interval: int = 10  # steps between training lines in log.jsonl
+    eval_iters: int = 200  # batches in an evaluation, spread over the validation text; 0: all
     patience: int = 0  # stop after that many evaluations without a better one; 0: never
+    # run
+    out_dir: str = 'out/run'  # where checkpoints and log.jsonl go
+    resume: bool = False  # go on with the run in out_dir; its settings hold
+    overwrite: bool = False  # replace the run in out_dir
+    eval_only: bool = False  # print the loss of the run in out_dir, or of init_from; write nothing
+    log_interval: int = 10  # steps between training lines in log.jsonl
+    wandb: str = ''  # also log to this project of Weights & Biases
+    # machine
     device: str = 'auto'  # auto | cpu | cuda | cuda:N | mps
-    dtype: str = 'auto'  # auto | float32 | bfloat16 | float16: autocast; weights stay float32
-    compile: bool | None = None  # torch.compile; none: on CUDA if triton is installed
+    dtype: str = 'auto'  # auto | float32 | bfloat16 | float16: of autocast; weights are float32
+    compile: bool | None = None  # call torch.compile; none: on CUDA if triton is installed
 
     def __post_init__(self):
         check = configuration.checker(self)
@@ -78,16 +94,18 @@ class TrainConfig(GPTConfig):
         self.model(self.vocab_size or 1)  # checks the model's keys
         for key in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval'):
             check(key, 1 <= getattr(self, key) < 2**31, 'a whole number from 1 to 2**31 - 1')
-        for key in 'vocab_size seed data_seed max_iters warmup_iters lr_decay_iters eval_iters patience'.split():
+        for key in ('vocab_size', 'seed', 'data_seed', 'max_iters', 'warmup_iters',
+                    'lr_decay_iters', 'eval_iters', 'patience'):
             check(key, 0 <= getattr(self, key) < 2**31, 'a whole number from 0 to 2**31 - 1')
         for key in ('learning_rate', 'min_lr', 'weight_decay', 'grad_clip'):
             check(key, 0 <= getattr(self, key) < math.inf, 'zero or a positive number')
         for key in ('beta1', 'beta2'):
             check(key, 0 <= getattr(self, key) < 1, 'in [0, 1)')
         for key in ('dataset', 'out_dir'):
-            check(key, getattr(self, key).strip() and '\0' not in getattr(self, key), 'the name of a folder')
-        check('init_from', self.init_from not in ('scratch', 'resume'), 'a folder, the name of a GPT-2 or nothing at '
-              'all, which begins anew; --resume goes on with a run')
+            name = getattr(self, key)
+            check(key, name.strip() and '\0' not in name, 'the name of a folder')
+        check('init_from', self.init_from not in ('scratch', 'resume'), 'a folder, the name of a '
+              'GPT-2 or nothing at all, which begins anew; --resume goes on with a run')
         check('nonfinite', self.nonfinite in ('stop', 'skip'), 'stop or skip')
         check('dtype', self.dtype in ('auto', *DTYPES), 'one of auto, ' + ', '.join(DTYPES))
 
@@ -97,483 +115,511 @@ class TrainConfig(GPTConfig):
         return GPTConfig(**keys | {'vocab_size': vocab_size})
 
 
-GOLDEN = (math.sqrt(5) - 1) / 2
-DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-# Keys that a resumed run may change; all others define it.
-MAY_CHANGE_ON_RESUME = {'out_dir', 'resume', 'overwrite', 'device', 'compile', 'kernel', 'recompute', 'log_interval',
-                        'patience', 'nonfinite'}
+# The keys that a resumed run may change; all others make it the run that it is.
+MAY_CHANGE_ON_RESUME = {'out_dir', 'resume', 'overwrite', 'eval_only', 'log_interval', 'wandb',
+                        'patience', 'nonfinite', 'device', 'compile', 'kernel', 'recompute'}
 
 
 # -----------------------------------------------------------------------------
-# The machine.
+# The training loop.
 
-def pick_device(name):
-    """ The torch.device that name stands for; auto takes CUDA, else MPS, else the CPU. """
-    if not re.fullmatch(r'auto|cpu|mps|cuda(:\d{1,3})?', name):
-        raise ValueError(f'device={name!r}: must be auto, cpu, cuda, cuda:N or mps')
-    kind = (name if name != 'auto' else 'cuda' if torch.cuda.is_available() else
-            'mps' if torch.backends.mps.is_available() else 'cpu')
-    try:
-        device = torch.device(kind)
-        if kind == 'cuda' and 'LOCAL_RANK' in os.environ:  # torchrun's: one process, one GPU, also for NCCL
-            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise ValueError(f'device={name!r}: must be usable here ({str(e).splitlines()[0]}); auto picks one') from e
-    return device
+def training_loop(run, stop):
+    """ Evaluates, saves and steps until max_iters, patience or a signal ends it.
 
+    stop: a list that is empty until a signal arrives.
+    """
+    cfg, data, progress = run.cfg, run.data, run.progress
+    while True:
+        # Evaluate and save: at the start, every eval_interval steps and at the end.
+        if run.evaluation_is_due():
+            val_loss = run.evaluate(stop)
+            if val_loss is None:  # a signal came
+                break
+            better = run.record_evaluation(val_loss)
+            run.save(better)
+        if progress.step == cfg.max_iters or run.patience_is_over() or run.any_process_has(stop):
+            break
 
-def pick_dtype(name, device):
-    """ The autocast dtype that name stands for; auto takes bfloat16 or float16 on CUDA, float32 elsewhere. """
-    if name == 'auto':
-        name = 'float32' if device.type != 'cuda' else 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
-    if name == 'float16' and device.type != 'cuda':
-        raise ValueError(f"dtype='float16': needs CUDA (gradients are scaled there), the device is {device.type}")
-    if name not in DTYPES:
-        raise ValueError(f'dtype={name!r}: must be one of auto, ' + ', '.join(DTYPES))
-    return DTYPES[name]
+        # One step: load the batches, forward, backward.
+        began = time.perf_counter()
+        rate = learning_rate(cfg, progress.step)
+        for group in run.optimizer.param_groups:
+            group['lr'] = rate
+        loss = 0.0
+        for micro in range(run.rank, cfg.gradient_accumulation_steps, run.world):
+            x, y = data.train_batch(progress.step, micro)
+            seed_dropout(cfg.seed, progress.step, micro)
+            last = micro + run.world >= cfg.gradient_accumulation_steps
+            run.parallel_net.require_backward_grad_sync = last  # processes sum up once a step
+            with run.autocast():
+                logits, micro_loss = run.parallel_net(x, y)
+            micro_loss = micro_loss / cfg.gradient_accumulation_steps
+            loss += micro_loss.detach()
+            # Processes average their gradients; times their number that is the sum.
+            run.scaler.scale(micro_loss * run.world).backward()
+        loss, = run.sum_over_processes(loss.item())
 
+        # Clip the gradient and update the weights, unless something is not finite.
+        run.scaler.unscale_(run.optimizer)
+        limit = cfg.grad_clip or math.inf
+        grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), limit).item()
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            run.scaler.step(run.optimizer)
+            progress.loss_sum += loss
+            progress.loss_count += 1
+        elif run.may_skip(loss):
+            progress.skipped += 1
+        else:
+            raise Diverged(f'loss {loss:.4g}, gradient norm {grad_norm:.4g} at step {progress.step}'
+                           f'; {run.last_saved}; try a lower learning_rate, or --resume '
+                           '--nonfinite=skip')
+        run.scaler.update()
+        run.optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        progress.seconds += time.perf_counter() - began
 
-def pick_compile(wanted, device):
-    """ Whether to compile; none: on CUDA if triton is installed. """
-    return device.type == 'cuda' and find_spec('triton') is not None if wanted is None else wanted
-
-
-def check_memory(c, batch_size, device):
-    """ Refuses, before anything is allocated, what cannot fit: ValueError. c: GPTConfig. The need is a lower bound. """
-    need = 16 * ((c.vocab_size + c.n_ctx) * c.n_embd + 12 * c.n_layer * c.n_embd**2)  # weight, gradient, two moments
-    need += 2 * batch_size * c.n_ctx * (c.vocab_size + 2 * c.n_layer * c.n_embd)  # logits, inputs of sublayers
-    need += 2**15 * c.n_layer  # Python objects
-    have = (torch.cuda.mem_get_info(device)[1] if device.type == 'cuda' else math.inf if os.name == 'nt' else
-            os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))
-    if need > have:
-        sizes = ', '.join(f'{k}={getattr(c, k)}' for k in ('n_layer', 'n_embd', 'n_ctx', 'vocab_size'))
-        raise ValueError(f'{sizes}, batch_size={batch_size}: must fit into memory: {device.type} has '
-                         f'{have / 2**30:.1f} GiB, training takes {need / 2**30:.1f} or more')
-
-
-@contextmanager
-def own(out_dir):
-    """ Holds out_dir for one run at a time; the operating system lets go when the process ends, however it ends. """
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-        lock = open(os.path.join(out_dir, 'lock'), 'w')
-    except OSError as e:
-        raise ValueError(f'out_dir={out_dir!r}: must be a writable folder ({e.strerror})') from e
-    with lock:
-        with suppress(ImportError):  # Windows has no such lock: there the user sees to it
-            import fcntl
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as e:
-                raise ValueError(f'out_dir={out_dir!r}: must be free, another run is writing there ({e})') from e
-        yield
-
-
-@contextmanager
-def stoppable(world=1):
-    """ Yields a list that gets the name of SIGINT or SIGTERM when one arrives; a second one kills as usual. """
-    got, old = [], {}
-
-    def handler(number, frame):
-        got.append(signal.Signals(number).name)
-        if world == 1:  # torchrun repeats what the terminal sent already, and kills by itself after 30 seconds
-            signal.signal(number, old[number])
-
-    if threading.current_thread() is threading.main_thread():
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield got
-    finally:
-        for number, before in old.items():
-            signal.signal(number, before)
-
-
-# -----------------------------------------------------------------------------
-# Data.
-
-class Data:
-    """ The token files of a dataset, read in windows of n_ctx tokens and their successors. """
-    def __init__(self, cfg, device):
-        self.cfg, self.device = cfg, device
-        self.meta, self.tokens = load(cfg.dataset)
-        self.files = {split: open(t.filename, 'rb') for split, t in self.tokens.items()}  # stay when prepared anew
-        least = self.meta['n_vocab']
-        self.rows = cfg.vocab_size or (least if least < 1024 else -(-least // 64) * 64)  # of the embedding
-        for split, tokens in self.tokens.items():
-            if len(tokens) <= cfg.n_ctx:
-                raise ValueError(f'n_ctx={cfg.n_ctx}: must be below {len(tokens)}, the tokens in {split}.bin of '
-                                 f'dataset={cfg.dataset!r}; lower it or prepare a longer text')
-        if self.rows < least:
-            raise ValueError(f'vocab_size={self.rows}: must be {least} or more for dataset={cfg.dataset!r}')
-        self.sha = {split: self.hash(split) for split in self.tokens}
-
-    def hash(self, split, piece=2**15):
-        """ A hash of a token file: of its length and all of it; beyond 64 MiB, of 1024 pieces spread evenly. """
-        n = len(self.tokens[split])
-        sha = hashlib.sha256(str(n).encode())
-        for start in np.linspace(0, max(0, n - piece), min(1024, -(-n // piece))).astype(int):
-            sha.update(self.read(split, slice(start, start + piece)))
-        return sha.hexdigest()
-
-    def read(self, split, where):
-        """ tokens[where]; ValueError if an id is past the vocabulary. """
-        tokens = np.memmap(self.files[split], '<u2', 'r')[where]  # mapped anew, or pages read pile up
-        if tokens.max() >= self.meta['n_vocab']:
-            raise ValueError(f'dataset={self.cfg.dataset!r}: must have token ids below {self.meta["n_vocab"]}, '
-                             f'{split}.bin has {tokens.max()}; prepare it again')
-        return tokens
-
-    def windows(self, split, starts):
-        """ Inputs and targets (B, n_ctx): tokens[s : s + n_ctx] and tokens[s + 1 : s + n_ctx + 1] for each start s. """
-        both = torch.from_numpy(self.read(split, starts[:, None] + np.arange(self.cfg.n_ctx + 1)).astype(np.int64))
-        if self.device.type == 'cuda':
-            both = both.pin_memory().to(self.device, non_blocking=True)
-        return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
-
-    def train_batch(self, step, micro):
-        """ The batch of one forward pass, a function of (data_seed, step, micro) and of nothing else.
-
-        Window k of the run starts at the fraction k / golden ratio (modulo 1) of the text, from a random offset: no
-        order is more even, so each part of the text is seen equally often. Drawn at random, one pass would miss 37 %.
-        """
-        k = (step * self.cfg.gradient_accumulation_steps + micro) * self.cfg.batch_size + np.arange(self.cfg.batch_size)
-        place = (np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() + k * GOLDEN) % 1.0
-        return self.windows('train', (place * (len(self.tokens['train']) - self.cfg.n_ctx)).astype(np.int64))
-
-    def val_batches(self, rank=0, world=1):
-        """ Every world-th batch of the validation windows: no overlap; all, or eval_iters batches spread evenly. """
-        B, n_ctx = self.cfg.batch_size, self.cfg.n_ctx
-        starts = np.arange(0, len(self.tokens['val']) - n_ctx, n_ctx)
-        if 0 < self.cfg.eval_iters * B < len(starts):
-            starts = starts[np.linspace(0, len(starts) - 1, self.cfg.eval_iters * B).round().astype(int)]
-        for i in range(rank * B, len(starts), world * B):
-            yield self.windows('val', starts[i:i + B])
-
-
-# -----------------------------------------------------------------------------
-# Checkpoints.
-
-def save(state, path):
-    """ Writes a checkpoint whole or not at all: under another name, synced, then renamed over the old one. """
-    tmp = f'{path}.tmp'
-    try:
-        with open(tmp, 'wb') as f:
-            torch.save(state, f)
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
-        with suppress(OSError):
-            os.remove(tmp)
-        raise RuntimeError(f'{path}: could not be written ({str(e).splitlines()[0]}); the one before it stands') from e
-
-
-def read_checkpoint(path, needs=()):
-    """ The dict that save wrote. ValueError says what is wrong. """
-    state = load_checkpoint(path)
-    for key in needs:
-        if key not in state:
-            raise ValueError(f'{path}: not a checkpoint of this version of train.py (it lacks {key})')
-    return state
-
-
-def read_run(out_dir):
-    """ The checkpoint that a run goes on from. """
-    path = os.path.join(out_dir, 'ckpt.pt')
-    state = read_checkpoint(path, ('run', 'config', 'optimizer', 'scaler', 'progress'))
-    for key in ('run', 'config', 'progress'):
-        if not isinstance(state[key], dict) or not state[key]:
-            raise ValueError(f'{path}: not a checkpoint of train.py (its {key} is empty or no table)')
-    return state
-
-
-def definition(cfg, data, old=None):
-    """ All that makes a run what it is. ValueError names the first thing in which it differs from an older one. """
-    new = {k: v for k, v in asdict(cfg).items() if k not in MAY_CHANGE_ON_RESUME}
-    new |= {'tokenizer': data.meta['tokenizer'], 'token files': data.sha}
-    for key in [*new, *(old.keys() - new.keys())] if old else ():
-        if new.get(key) != old.get(key, getattr(TrainConfig, key, None)):  # the default: a key younger than the run
-            was, now = (configuration.brief.repr(d.get(key)) for d in (old, new))
-            raise ValueError(f'{key}={now}: must be {was}, as in the run that out_dir={cfg.out_dir!r} holds; leave '
-                             f'the key out, restore dataset={cfg.dataset!r}, or start a new run')
-    return new
-
-
-# -----------------------------------------------------------------------------
-# Training.
-
-def learning_rate(cfg, step):
-    """ Rate of the step that follows `step` finished ones: linear warm-up, then half a cosine to min_lr. """
-    if not cfg.decay_lr:
-        return cfg.learning_rate
-    if step < cfg.warmup_iters:
-        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
-    t = min(1.0, (step - cfg.warmup_iters) / max(1, (cfg.lr_decay_iters or cfg.max_iters) - cfg.warmup_iters))
-    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
-
-
-def first_model(cfg, data):
-    """ The model to begin with: its weights drawn, or those of init_from under the rule asked for. """
-    model = cfg.model(data.rows)
-    if not cfg.init_from or cfg.resume:
-        return GPT(model)
-    if os.path.isfile(checkpoint_file(cfg.init_from)):
-        return initial_weights(cfg.init_from, model, data.meta['tokenizer'])
-    if data.meta['tokenizer']['kind'] != 'gpt2':
-        raise ValueError(f'dataset={cfg.dataset!r}: must be of --tokenizer=gpt2 for init_from={cfg.init_from!r}')
-    return GPT.from_pretrained(cfg.init_from, **asdict(model))
+        if progress.step % cfg.log_interval == 0:
+            run.log(step=progress.step, loss=loss, lr=rate, grad_norm=grad_norm,
+                    skipped=progress.skipped)
+        run.display.show_step(progress.step, loss, run.tokens_per_second())
+    if progress.step != run.saved_step:
+        run.save()
 
 
 class Diverged(RuntimeError):
     """ A loss or a gradient is not finite. """
 
 
+def learning_rate(cfg, step):
+    """ The rate of the step that follows `step` finished ones: it rises in a line, then falls as
+    half a cosine to min_lr.
+    """
+    if not cfg.decay_lr:
+        return cfg.learning_rate
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    falling = (cfg.lr_decay_iters or cfg.max_iters) - cfg.warmup_iters
+    t = min(1.0, (step - cfg.warmup_iters) / max(1, falling))
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
+
+
+def seed_dropout(seed, step, micro):
+    """ Makes dropout a function of these three numbers. """
+    mixed = hashlib.sha256(f'{seed} {step} {micro}'.encode()).digest()
+    torch.manual_seed(int.from_bytes(mixed[:4], 'little'))  # a CPU takes 32 bits of a seed
+
+
+# -----------------------------------------------------------------------------
+# A run.
+
+def train(cfg, quiet=False, label='', report=None):
+    """ Trains as cfg says and returns the results as a dict; see Run.results.
+
+    quiet: print nothing. label: what every line begins with. With report given, train prints
+    nothing itself: after every step, and whenever it would have printed a line, it calls report
+    with a dict of step, max_iters, loss (None if the call brings a line), val_loss (the last one
+    known, or None) and message (the line, or None).
+    ValueError: bad input; nothing has been written. RuntimeError: a failed run.
+    """
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))  # torchrun's
+    if cfg.gradient_accumulation_steps % world:
+        raise ValueError(f'gradient_accumulation_steps={cfg.gradient_accumulation_steps}: must be '
+                         f'divisible by {world}, the number of processes, which share them')
+    if cfg.eval_only and not cfg.init_from:
+        raise ValueError('eval_only=True: must have init_from, the weights to evaluate')
+    display = Display(cfg.max_iters, quiet or rank > 0, label, report if rank == 0 else None)
+    device = pick_device(cfg.device, display.say)
+    dtype = pick_dtype(cfg.dtype, device)
+    kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # can it run here?
+    if cfg.wandb:
+        import_wandb(cfg.wandb)  # is it there?
+    data = Data(cfg, device)
+    check_memory(cfg.model(data.rows), cfg.batch_size, device)
+
+    writes = rank == 0 and not cfg.eval_only
+    acknowledge = None if quiet or report or rank > 0 else 'stops soon and saves what is done'
+    signals = stoppable(acknowledge, second_kills=world == 1)
+    with signals as stop, only_run_in(cfg.out_dir) if writes else nullcontext():
+        saved = read_run(cfg.out_dir) if cfg.resume and not cfg.eval_only else None
+        if saved:
+            check_identity(cfg, data, saved['run'])
+        elif writes and not cfg.overwrite:
+            check_folder_is_new(cfg.out_dir)
+        if world > 1:
+            dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+        run = Run(cfg, data, dtype, display, rank, world)
+        try:
+            if cfg.eval_only:
+                return run.evaluate_only(stop)
+            run.warm_up()
+            run.begin(saved)
+            saved = None  # or everything would be in memory twice
+            with display.bar(run.progress.step):
+                training_loop(run, stop)
+        except OSError as e:
+            fault = f'{cfg.out_dir}: could not be written ({e.strerror}); {run.last_saved}'
+            raise RuntimeError(fault) from e
+        except RuntimeError as e:
+            if world == 1:
+                raise
+            fault = f'process {rank} of {world}: {str(e).splitlines()[0]}; {run.last_saved}'
+            raise RuntimeError(fault) from e
+        finally:
+            if run.wandb_run:
+                run.wandb_run.finish()
+        if world > 1:
+            dist.destroy_process_group()
+        if stop:
+            start = 'python' if world == 1 else f'torchrun --nproc_per_node={world}'
+            display.say(f'{stop[0]}: saved at step {run.progress.step}; go on with: '
+                        f'{start} train.py --out_dir={shlex.quote(cfg.out_dir)} --resume')
+    return run.results(stop)
+
+
 class Run:
-    """ A run under way: what it trains (model, optimizer, data) and how far it is (now). """
-    def __init__(self, cfg, data, dtype, rank=0, world=1, quiet=False, label='', report=None):
-        self.cfg, self.data, self.dtype, self.rank, self.world = cfg, data, dtype, rank, world
-        self.device, self.quiet, self.label = data.device, quiet or rank > 0, label  # label: of runs side by side
-        self.report = report if rank == 0 else None
-        self.autocast = partial(torch.autocast, data.device.type, dtype, enabled=dtype != torch.float32)
-        self.ckpt, self.best, self.log = (os.path.join(cfg.out_dir, f) for f in ('ckpt.pt', 'best.pt', 'log.jsonl'))
-        self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx  # in a step
+    """ A run under way: what it trains (model, optimizer, data) and how far it is (progress). """
+    def __init__(self, cfg, data, dtype, display, rank=0, world=1):
+        self.cfg, self.data, self.dtype, self.device = cfg, data, dtype, data.device
+        self.display, self.rank, self.world = display, rank, world
+        self.ckpt, self.best, self.log_file = (
+            os.path.join(cfg.out_dir, name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
+        self.tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.n_ctx
         torch.manual_seed(cfg.seed)
         self.model = first_model(cfg, data).to(self.device).train()
-        self.optimizer = self.model.configure_optimizers(cfg.weight_decay, cfg.learning_rate, (cfg.beta1, cfg.beta2))
+        self.compiled = pick_compile(cfg.compile, self.device)
+        self.net = torch.compile(self.model) if self.compiled else self.model
+        self.parallel_net = self.net  # with several processes: see warm_up
+        self.optimizer = self.model.configure_optimizers(
+            cfg.weight_decay, cfg.learning_rate, (cfg.beta1, cfg.beta2))
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
-        self.now = SimpleNamespace(  # what a checkpoint keeps, too; random numbers follow from step
-            step=0, best_loss=math.inf, best_step=0, since=0, skipped=0, seconds=0.0, loss_sum=0.0, loss_count=0,
-            history=[],  # evaluations: [step, validation loss, mean training loss since the last one, seconds]
-            log=[json.dumps({'config': asdict(cfg) | {'vocab_size': data.rows}})])  # the lines of log.jsonl
-        self.standing = 'there is no checkpoint yet'
+        self.progress = SimpleNamespace(  # all that a checkpoint keeps beside these
+            step=0, best_loss=math.inf, best_step=0, evals_since_best=0, skipped=0, seconds=0.0,
+            loss_sum=0.0, loss_count=0,  # of the training losses since the last evaluation
+            history=[],  # evaluations: [step, validation loss, mean training loss, seconds]
+            log=[json_line({'config': self.settings()})])  # the lines of log.jsonl
+        self.last_saved = 'there is no checkpoint yet'
+        self.saved_step = self.wandb_run = None
 
-    def tell(self, loss=None, message=None):
-        """ Hands the state of the run, or a line of text, to whoever asked to be told. """
-        val_loss = self.now.history[-1][1] if self.now.history else None
-        self.report({'step': self.now.step, 'max_iters': self.cfg.max_iters, 'loss': loss, 'val_loss': val_loss,
-                     'message': message})
+    def settings(self):
+        return asdict(self.cfg) | {'vocab_size': self.data.rows}
 
-    def say(self, line):
-        if self.report:
-            self.tell(message=line)
-        elif not self.quiet:
-            with suppress(OSError):  # whoever reads this may have gone away; the run goes on
-                tqdm.write(self.label + line)
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def total(self, *numbers):
+    def sum_over_processes(self, *numbers):
         """ The sum of each number over all processes. """
         if self.world > 1:
-            t = torch.tensor(numbers, dtype=torch.float64, device='cuda' if self.device.type == 'cuda' else 'cpu')
-            dist.all_reduce(t)
-            numbers = t.tolist()
+            where = 'cuda' if self.device.type == 'cuda' else 'cpu'
+            total = torch.tensor(numbers, dtype=torch.float64, device=where)
+            dist.all_reduce(total)
+            numbers = total.tolist()
         return numbers
 
-    def write(self, mode='a', **record):
-        """ Adds a record to log.jsonl; mode 'w' writes all of it anew. """
-        if record:
-            self.now.log.append(json.dumps(record))
-        if self.rank == 0:
-            with open(self.log, mode, encoding='utf-8') as f:
-                f.writelines(line + '\n' for line in self.now.log[-1 if mode == 'a' else 0:])
+    def any_process_has(self, stop):
+        """ Whether a signal reached any process; all of them get the same answer. """
+        return self.sum_over_processes(len(stop))[0] > 0
 
-    def save(self, better=False):
-        """ Writes ckpt.pt, after best.pt if no state was better. """
-        state = {'model': self.model.state_dict(), 'model_config': model_config(self.model.config),
-                 'tokenizer': self.data.meta['tokenizer'], 'config': asdict(self.cfg),
-                 'run': definition(self.cfg, self.data), 'progress': vars(self.now),
-                 'optimizer': self.optimizer.state_dict(), 'scaler': self.scaler.state_dict()}
-        if self.rank == 0:
-            for path in [self.best, self.ckpt] if better else [self.ckpt]:
-                save(state, path)
-        self.standing = f'{self.ckpt} holds step {self.now.step}, the last good state'
-
-    def begin(self, state):
-        """ Goes on from a checkpoint or, with None, takes out_dir: the first checkpoint replaces the old one. """
-        if state:
-            try:
-                for key in ('model', 'optimizer', 'scaler'):
-                    getattr(self, key).load_state_dict(state[key])
-                if differ := vars(self.now).keys() ^ state['progress'].keys():
-                    raise ValueError(f'progress: {", ".join(map(str, differ))}')
-            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
-                raise ValueError(f'{self.ckpt}: does not fit this run ({str(e).splitlines()[0]})') from e
-            self.now = SimpleNamespace(**state['progress'])
-            self.standing = f'{self.ckpt} holds step {self.now.step}, the last good state'
-            self.say(f'resumed at step {self.now.step}')
-        else:
-            if self.rank == 0 and os.path.exists(self.best):
-                os.remove(self.best)
-            self.save()
-        self.write('w')  # what was logged after the checkpoint happens again
+    def may_skip(self, loss):
+        """ Whether a step that is not finite is left out; float16 overflows at times. """
+        overflow = math.isfinite(loss) and self.scaler.is_enabled()
+        return overflow or self.cfg.nonfinite == 'skip'
 
     def warm_up(self):
-        """ Compiles, tries forward and backward, says how long all will take and joins the other processes. """
-        cfg, cuda, batch = self.cfg, self.device.type == 'cuda', self.data.train_batch(0, 0)
-        compiled = pick_compile(cfg.compile, self.device)
-        self.net = torch.compile(self.model) if compiled else self.model
-        for _ in range(2):  # the first one compiles
+        """ Says what will run and, after a step that changes nothing, how long all of it takes. """
+        cfg, n_params = self.cfg, self.model.n_params()
+        kernel = 'none'
+        if hasattr(self.model.residual, 'kernel'):
+            like = torch.empty(0, device=self.device, dtype=self.dtype)
+            kernel = kernels.choose(cfg.kernel, like)
+        say = self.display.say
+        say(f'{cfg.residual}: {self.model.residual.describe()}; {n_params / 1e6:.2f} M parameters')
+        say(f'{self.world} x {self.device.type}, {str(self.dtype).removeprefix("torch.")}, '
+            f'kernel {kernel}, compile {"on" if self.compiled else "off"}')
+        for line in advice(cfg, n_params, self.tokens_per_step, self.device):
+            say(line)
+        if self.compiled or kernel == 'triton':
+            say('compiling: the first pass takes much longer than the others')
+
+        batch = self.data.train_batch(0, 0)
+        for _ in range(2):  # the first is slower
             began = time.perf_counter()
             with self.autocast():
                 loss = self.net(*batch)[1]
             loss.backward()
             loss.item()  # waits for the device
-            seconds = (time.perf_counter() - began) * cfg.gradient_accumulation_steps / self.world
+            seconds = time.perf_counter() - began
             self.model.zero_grad(set_to_none=True)
-        n = self.model.n_params()
-        path = kernels.choose(cfg.kernel, torch.empty(0, device=self.device, dtype=self.dtype))
-        gib = (torch.cuda.max_memory_allocated(self.device) + 8 * n if cuda else 16 * n) / 2**30
-        self.say(f'{cfg.residual}: {self.model.residual.describe()}; {n / 1e6:.2f} M parameters')
-        self.say(f'{self.world} x {self.device.type}, {str(self.dtype)[6:]}, kernel '
-                 f'{path if hasattr(self.model.residual, "attend") else "none"}, compile {"on" if compiled else "off"}')
-        self.say(f'{cfg.max_iters} steps of {self.tokens:,} tokens in all, about {seconds * 1e3:.0f} ms each: '
-                 f'{seconds * cfg.max_iters / 60:.1f} minutes; {gib:.2f} GiB' + ('' if cuda else ' and activations'))
-        ids = [torch.cuda.current_device()] if cuda else None
-        self.team_net = nn.parallel.DistributedDataParallel(self.net, ids) if self.world > 1 else self.net
+        seconds *= cfg.gradient_accumulation_steps / self.world
+        if self.device.type == 'cuda':
+            peak = torch.cuda.max_memory_allocated(self.device) + 8 * n_params  # Adam's moments
+            memory = f'{peak / 2**30:.2f} GiB'
+        else:
+            memory = f'{16 * n_params / 2**30:.2f} GiB and activations'
+        say(f'{cfg.max_iters} steps of {self.tokens_per_step:,} tokens in all, about '
+            f'{seconds * 1e3:.0f} ms each: {seconds * cfg.max_iters / 60:.1f} minutes; {memory}')
+        if self.world > 1:
+            ids = [torch.cuda.current_device()] if self.device.type == 'cuda' else None
+            self.parallel_net = nn.parallel.DistributedDataParallel(self.net, ids)
+
+    def begin(self, saved):
+        """ Goes on from a checkpoint's dict or, with None, takes out_dir for a new run. """
+        if saved:
+            self.restore(saved)
+            self.display.say(f'resumed at step {self.progress.step}')
+            if self.progress.step >= self.cfg.max_iters or self.patience_is_over():
+                self.display.say(finished(self.cfg))
+        else:
+            if self.rank == 0 and os.path.exists(self.best):
+                os.remove(self.best)
+            self.save()
+        self.write_log('w')  # what was logged after the checkpoint happens again
+        if self.cfg.wandb and self.rank == 0:
+            self.wandb_run = start_wandb(self.cfg.wandb, self.cfg.out_dir, self.settings())
+
+    def restore(self, saved):
+        try:
+            for key in ('model', 'optimizer', 'scaler'):
+                getattr(self, key).load_state_dict(saved[key])
+            progress = dict(saved['progress'])
+            if 'since' in progress:  # its name in older checkpoints
+                progress['evals_since_best'] = progress.pop('since')
+            if differ := progress.keys() ^ vars(self.progress).keys():
+                raise ValueError(f'progress: {", ".join(map(str, differ))}')
+            progress['log'] = [json_line(json.loads(line)) for line in progress['log']]
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
+            fault = str(e).splitlines()[0]
+            raise ValueError(f'{self.ckpt}: does not fit this run ({fault})') from e
+        self.progress = SimpleNamespace(**progress)
+        self.note_save()
+
+    def save(self, better=False):
+        """ Writes ckpt.pt and, if no state was better, best.pt before it. """
+        state = {'model': self.model.state_dict(), 'model_config': model_config(self.model.config),
+                 'tokenizer': self.data.meta['tokenizer'], 'config': asdict(self.cfg),
+                 'run': run_identity(self.cfg, self.data), 'progress': vars(self.progress),
+                 'optimizer': self.optimizer.state_dict(), 'scaler': self.scaler.state_dict()}
+        if self.rank == 0:
+            if better:
+                save(state, self.best)
+            save(state, self.ckpt)
+        self.note_save()
+
+    def note_save(self):
+        self.saved_step = self.progress.step
+        self.last_saved = f'{self.ckpt} holds step {self.saved_step}, the last good state'
+
+    def evaluation_is_due(self):
+        step, history = self.progress.step, self.progress.history
+        if history and history[-1][0] == step:
+            return False
+        return step % self.cfg.eval_interval == 0 or step == self.cfg.max_iters
 
     @torch.no_grad()
-    def evaluate(self):
-        """ Mean cross-entropy of the validation windows, in nats per token. """
+    def evaluate(self, stop=()):
+        """ Mean cross-entropy of the validation windows in nats per token; None if a signal came. """
         losses, counts = [], []
         self.model.eval()
         for x, y in self.data.val_batches(self.rank, self.world):
+            if stop:
+                break
             with self.autocast():
                 losses.append(self.net(x, y)[1])
             counts.append(len(x))
         self.model.train()
-        total, count = self.total(sum(l.item() * n for l, n in zip(losses, counts, strict=True)), sum(counts))
-        return total / count
+        total = sum(loss.item() * n for loss, n in zip(losses, counts, strict=True))
+        total, count, stopped = self.sum_over_processes(total, sum(counts), len(stop))
+        return None if stopped else total / count
 
-    def measure(self):
-        """ Evaluates, logs, saves. """
-        now, val = self.now, self.evaluate()
-        if not math.isfinite(val):
-            raise Diverged(f'validation loss {val} at step {now.step}; {self.standing}; try a lower learning_rate')
-        mean = now.loss_sum / now.loss_count if now.loss_count else None
-        last = now.history[-1] if now.history else None
-        now.history.append([now.step, val, mean, now.seconds])
-        now.loss_sum, now.loss_count, now.since = 0.0, 0, now.since + 1
-        better = val < now.best_loss
+    def record_evaluation(self, val_loss):
+        """ Logs a validation loss; whether it is the best so far. """
+        progress = self.progress
+        if not math.isfinite(val_loss):
+            raise Diverged(f'validation loss {val_loss} at step {progress.step}; '
+                           f'{self.last_saved}; try a lower learning_rate')
+        line = f'step {progress.step:5d}: validation loss {val_loss:.4f}'
+        train_loss = None
+        if progress.loss_count:
+            train_loss = progress.loss_sum / progress.loss_count
+            line += f', training {train_loss:.4f}'
+        if progress.history:
+            before = progress.history[-1]
+            pace = (progress.seconds - before[3]) / (progress.step - before[0])
+            line += f', {pace * 1e3:.0f} ms a step'
+        progress.history.append([progress.step, val_loss, train_loss, progress.seconds])
+        progress.loss_sum, progress.loss_count = 0.0, 0
+        better = val_loss < progress.best_loss
         if better:
-            now.best_loss, now.best_step, now.since = val, now.step, 0
-        self.write(step=now.step, val_loss=val, train_loss=mean, seconds=now.seconds, skipped=now.skipped)
-        self.save(better)
-        self.say(f'step {now.step:5d}: validation loss {val:.4f}' + (f', training {mean:.4f}' if mean else '')
-                 + (f', {(now.seconds - last[3]) / (now.step - last[0]) * 1e3:.0f} ms a step' if last else ''))
+            progress.best_loss, progress.best_step = val_loss, progress.step
+        progress.evals_since_best = 0 if better else progress.evals_since_best + 1
+        self.log(step=progress.step, val_loss=val_loss, train_loss=train_loss,
+                 seconds=progress.seconds, skipped=progress.skipped)
+        self.display.val_loss = val_loss
+        self.display.say(line)
+        return better
 
-    def update(self):
-        """ One step of the optimiser: (mean loss, gradient norm, learning rate) of the global batch. """
-        cfg, now, n = self.cfg, self.now, self.cfg.gradient_accumulation_steps
-        rate, loss_sum = learning_rate(cfg, now.step), 0.0
-        for group in self.optimizer.param_groups:
-            group['lr'] = rate
-        for micro in range(self.rank, n, self.world):
-            x, y = self.data.train_batch(now.step, micro)
-            mixed = hashlib.sha256(f'{cfg.seed} {now.step} {micro}'.encode()).digest()  # a CPU takes 32 bits of a seed
-            torch.manual_seed(int.from_bytes(mixed[:4], 'little'))  # for dropout
-            self.team_net.require_backward_grad_sync = micro + self.world >= n  # several processes: sum up once a step
-            with self.autocast():
-                loss = self.team_net(x, y)[1] / n
-            self.scaler.scale(loss * self.world).backward()  # processes average their gradients: times their number
-            loss_sum += loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.grad_clip or math.inf).item()
-        loss, = self.total(loss_sum.item())
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.scaler.step(self.optimizer)
-            now.loss_sum, now.loss_count = now.loss_sum + loss, now.loss_count + 1
-        elif cfg.nonfinite == 'skip' or math.isfinite(loss) and self.scaler.is_enabled():  # float16 overflows at times
-            now.skipped += 1
-        else:
-            raise Diverged(f'loss {loss:.4g}, gradient norm {norm:.4g} at step {now.step}; {self.standing}; try a '
-                           'lower learning_rate, or --resume --nonfinite=skip')
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        now.step += 1
-        return loss, norm, rate
+    def patience_is_over(self):
+        return 0 < self.cfg.patience <= self.progress.evals_since_best
 
-    def loop(self, stop):
-        """ Steps and evaluates until max_iters, patience or a signal ends it. """
-        cfg, now = self.cfg, self.now
-        with tqdm(total=cfg.max_iters, initial=now.step, unit='step', leave=False,
-                  disable=bool(self.quiet or self.label or self.report or sys.stderr is None) or None) as bar:
-            while True:
-                evaluated = now.history and now.history[-1][0] == now.step
-                if not evaluated and (now.step % cfg.eval_interval == 0 or now.step == cfg.max_iters):
-                    self.measure()
-                if now.step == cfg.max_iters or cfg.patience and now.since >= cfg.patience or self.total(len(stop))[0]:
-                    break
-                began = time.perf_counter()
-                loss, norm, rate = self.update()
-                now.seconds += time.perf_counter() - began
-                if now.step % cfg.log_interval == 0:
-                    self.write(step=now.step, loss=loss, lr=rate, grad_norm=norm, skipped=now.skipped)
-                    speed = self.tokens * now.step / now.seconds
-                    bar.set_postfix_str(f'loss {loss:.3f}, {speed:,.0f} tokens/s', refresh=False)
-                bar.update()
-                if self.report:
-                    self.tell(loss)
-        if now.history[-1][0] != now.step:
-            self.save()
+    def log(self, **record):
+        """ Adds a record to log.jsonl and, if asked for, to wandb. """
+        self.progress.log.append(json_line(record))
+        self.write_log('a')
+        if self.wandb_run:
+            self.wandb_run.log(record, step=record['step'])
+
+    def write_log(self, mode):
+        """ Writes the last line to log.jsonl (mode 'a') or all of them anew (mode 'w'). """
+        lines = self.progress.log[-1:] if mode == 'a' else self.progress.log
+        if self.rank == 0:
+            with open(self.log_file, mode, encoding='utf-8') as f:
+                f.writelines(line + '\n' for line in lines)
+
+    def tokens_per_second(self):
+        return self.tokens_per_step * self.progress.step / self.progress.seconds
+
+    def evaluate_only(self, stop):
+        """ Prints and returns the validation loss of the weights as they are; writes nothing. """
+        val_loss = self.evaluate(stop)
+        if val_loss is None:
+            raise KeyboardInterrupt
+        self.display.say(f'{self.cfg.init_from}: validation loss {val_loss:.4f} '
+                         f'on {self.cfg.dataset}')
+        return {'residual': self.cfg.residual, 'params': self.model.n_params(),
+                'final_loss': val_loss, 'stopped': None, 'init_from': self.cfg.init_from}
+
+    def results(self, stop):
+        """ What train returns. """
+        progress = self.progress
+        losses = [val_loss for _, val_loss, *_ in progress.history] or [None]
+        kept = ('best_loss', 'best_step', 'step', 'skipped', 'history', 'seconds')
+        return {'residual': self.cfg.residual, 'params': self.model.n_params(),
+                'first_loss': losses[0], 'final_loss': losses[-1],
+                'stopped': stop[0] if stop else None, 'out_dir': self.cfg.out_dir,
+                **{key: getattr(progress, key) for key in kept}}
 
 
-def train(cfg, quiet=False, label='', report=None):
-    """ Trains as cfg says; the results as a dict (see the end). ValueError: bad input; RuntimeError: a failed run.
+def first_model(cfg, data):
+    """ The model to begin with: its weights are drawn, or they are those of init_from. """
+    model, tokenizer = cfg.model(data.rows), data.meta['tokenizer']
+    if not cfg.init_from or cfg.resume and not cfg.eval_only:
+        return GPT(model)
+    if os.path.isfile(checkpoint_file(cfg.init_from)):
+        return initial_weights(cfg.init_from, model, tokenizer)
+    if tokenizer['kind'] != 'gpt2':
+        raise ValueError(f'dataset={cfg.dataset!r}: must be of --tokenizer=gpt2 for '
+                         f'init_from={cfg.init_from!r}')
+    return GPT.from_pretrained(cfg.init_from, **asdict(model))
 
-    With report given, train prints nothing and shows no bar. After every step, and whenever it would have printed a
-    line, it calls report with a dict: step, max_iters, loss (None if the call brings a line), val_loss (the last one
-    known, or None) and message (the line, or None).
+
+def advice(cfg, n_params, tokens_per_step, device):
+    """ Lines about settings that are hardly what their user wants. """
+    lines = []
+    if cfg.decay_lr and 0 < cfg.max_iters <= cfg.warmup_iters:
+        lines.append(f'max_iters={cfg.max_iters} ends within warmup_iters={cfg.warmup_iters}: the '
+                     f'rate rises to {learning_rate(cfg, cfg.max_iters - 1):.2g} and never reaches '
+                     f'learning_rate={cfg.learning_rate:.2g}')
+    if device.type == 'cpu':
+        operations = 6 * n_params * tokens_per_step * cfg.max_iters
+        hours = operations / matmul_speed() / 3600
+        if hours > 1:
+            lines.append(f'on this CPU, by the speed of a matrix product, {cfg.max_iters} steps of '
+                         f'{tokens_per_step:,} tokens take about {hours:,.0f} hours; settings for '
+                         'a CPU: python train.py config/shakespeare_char_cpu.toml')
+    return lines
+
+
+def finished(cfg):
+    """ What can be done with a run that has nothing left to do. """
+    out_dir = shlex.quote(cfg.out_dir)
+    return (f'this run is finished: python sample.py --out_dir={out_dir} writes a text with it, '
+            f'python train.py --out_dir={out_dir} --eval_only evaluates it, and '
+            f'--init_from={out_dir} begins a new run with its weights')
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints.
+
+def read_run(out_dir):
+    """ The dict that a run goes on from; ValueError if there is none. """
+    path = os.path.join(out_dir, 'ckpt.pt')
+    state = load_checkpoint(path)
+    for key in ('run', 'config', 'optimizer', 'scaler', 'progress'):
+        if key not in state:
+            raise ValueError(f'{path}: not a checkpoint of this version of train.py '
+                             f'(it lacks {key})')
+    for key in ('run', 'config', 'progress'):
+        if not isinstance(state[key], dict) or not state[key]:
+            raise ValueError(f'{path}: not a checkpoint of train.py (its {key} is empty or no table)')
+    return state
+
+
+def check_folder_is_new(out_dir):
+    if {'ckpt.pt', 'best.pt', 'log.jsonl'} & set(os.listdir(out_dir)):
+        raise ValueError(f'out_dir={out_dir!r}: must not hold a run already: --resume goes on with '
+                         'it, --overwrite replaces it, another out_dir keeps it')
+
+
+def run_identity(cfg, data):
+    """ All that makes a run what it is. """
+    identity = {k: v for k, v in asdict(cfg).items() if k not in MAY_CHANGE_ON_RESUME}
+    return identity | {'tokenizer': data.meta['tokenizer'], 'token files': data.sha}
+
+
+def check_identity(cfg, data, old):
+    """ ValueError names the first thing in which cfg and data differ from the run to go on with. """
+    new = run_identity(cfg, data)
+    for key in [*new, *(old.keys() - new.keys())]:
+        now = new.get(key)
+        was = old.get(key, getattr(TrainConfig, key, None))  # a key younger than the run
+        if now == was:
+            continue
+        run = f'the run in out_dir={cfg.out_dir!r}'
+        if key == 'tokenizer':
+            raise ValueError(f'dataset={cfg.dataset!r}: must have the tokenizer of {run}; '
+                             'prepare it as before or start a new run')
+        if key == 'token files':
+            changed = [f'{split}.bin' for split in now if now[split] != was.get(split)]
+            raise ValueError(f'dataset={cfg.dataset!r}: must have the text of {run}, '
+                             f'{" and ".join(changed)} changed; restore it or start a new run')
+        now, was = configuration.brief.repr(now), configuration.brief.repr(was)
+        raise ValueError(f'{key}={now}: must be {was}, as in {run}; leave the key out or start a '
+                         'new run')
+
+
+# -----------------------------------------------------------------------------
+# The command line.
+
+def complete(values, say=print):
+    """ values, {key: value}, and what a run to go on with or weights to begin with decide.
+
+    say gets a line if a default does not fit.
     """
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
-    kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # raises if it cannot run here
-    rank, world = (int(os.environ.get(*pair)) for pair in (('RANK', 0), ('WORLD_SIZE', 1)))  # torchrun's
-    if cfg.gradient_accumulation_steps % world:
-        raise ValueError(f'gradient_accumulation_steps={cfg.gradient_accumulation_steps}: must be divisible by '
-                         f'{world}, the number of processes, which share them')
-    data = Data(cfg, device)
-    check_memory(cfg.model(data.rows), cfg.batch_size, device)
-    with stoppable(world) as stop, own(cfg.out_dir) if rank == 0 else nullcontext():
-        state = read_run(cfg.out_dir) if cfg.resume else None
-        if state:
-            definition(cfg, data, state['run'])
-        elif rank == 0 and not cfg.overwrite and {'ckpt.pt', 'best.pt', 'log.jsonl'} & {*os.listdir(cfg.out_dir)}:
-            raise ValueError(f'out_dir={cfg.out_dir!r}: must not hold a run already: --resume goes on with it, '
-                             '--overwrite replaces it, another out_dir keeps it')
-        if world > 1:
-            dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-        run = Run(cfg, data, dtype, rank, world, quiet, label, report)
-        try:
-            run.warm_up()
-            run.begin(state)
-            now, state = run.now, None  # not two copies of everything
-            run.loop(stop)
-        except OSError as e:
-            raise RuntimeError(f'{cfg.out_dir}: could not be written ({e.strerror}); {run.standing}') from e
-        except RuntimeError as e:
-            if world == 1:
-                raise
-            raise RuntimeError(f'process {rank} of {world}: {str(e).splitlines()[0]}; {run.standing}') from e
-        if world > 1:
-            dist.destroy_process_group()
-        if stop:
-            run.say(f'{stop[0]}: saved at step {now.step}; go on with: '
-                    + ('python' if world == 1 else f'torchrun --nproc_per_node={world}')
-                    + f' train.py --out_dir={shlex.quote(cfg.out_dir)} --resume')
-    return {'residual': cfg.residual, 'params': run.model.n_params(), 'first_loss': now.history[0][1],
-            'final_loss': now.history[-1][1], 'stopped': stop[0] if stop else None, 'out_dir': cfg.out_dir,
-            **{k: getattr(now, k) for k in ('best_loss', 'best_step', 'step', 'skipped', 'history', 'seconds')}}
+    paths = TrainConfig(**{k: values[k] for k in ('out_dir', 'init_from') if k in values})
+    ckpt = os.path.join(paths.out_dir, 'ckpt.pt')
+    if values.get('resume') or values.get('eval_only') and not paths.init_from:
+        saved = read_run(paths.out_dir)['config']
+        known = {f.name: saved[f.name] for f in fields(TrainConfig) if f.name in saved}
+        values = known | {'out_dir': paths.out_dir} | values
+        if values.get('eval_only'):
+            values['init_from'] = ckpt
+    elif paths.init_from:
+        values = settings_of_weights(paths.init_from) | values
+    L = 2 * values.get('n_layer', TrainConfig.n_layer)
+    if values.get('residual') == 'block' and L < TrainConfig.residual_blocks:
+        if 'residual_blocks' not in values:
+            values = values | {'residual_blocks': L}
+            say(f'residual_blocks={L}: the default, {TrainConfig.residual_blocks}, is more than '
+                f'the {L} sublayers')
+    return values
 
 
 def main(argv=None):
-    values = configuration.parse(TrainConfig, sys.argv[1:] if argv is None else argv, __doc__.split('\n\n')[0])
+    argv = sys.argv[1:] if argv is None else argv
+    values = configuration.parse(TrainConfig, argv, __doc__.split('\n\n')[0])
     try:
-        if values.get('resume'):
-            values = {'out_dir': TrainConfig.out_dir} | values
-            saved = read_run(TrainConfig(out_dir=values['out_dir']).out_dir)['config']
-            values = {f.name: saved[f.name] for f in fields(TrainConfig) if f.name in saved} | values
-        return train(TrainConfig(**values))
+        return train(TrainConfig(**complete(values)))
     except ValueError as e:
-        configuration.fail(e)
+        configuration.fail(f'{e}{configuration.origin(e, argv)}')
     except RuntimeError as e:
         configuration.fail(e, code=1)
     except KeyboardInterrupt:  # before the first step, or a second one
@@ -581,4 +627,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    main()
+    program.run(main)

@@ -3,6 +3,7 @@ Weights in and out: checkpoints of train.py, GPT-2's weights, folders that trans
 """
 import os
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -11,6 +12,22 @@ from model import GPT, GPTConfig
 
 # -----------------------------------------------------------------------------
 # Checkpoints.
+
+def save(state, path):
+    """ Writes a checkpoint whole or not at all: under another name, which it then changes. """
+    tmp = f'{path}.tmp'
+    try:
+        with open(tmp, 'wb') as f:
+            torch.save(state, f)
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
+        with suppress(OSError):
+            os.remove(tmp)
+        fault = str(e).splitlines()[0]
+        raise RuntimeError(f'{path}: could not be written ({fault}); '
+                           'the one before it stands') from e
+
 
 def from_checkpoint(path, device='cpu', kernel='auto'):
     """ The model in a checkpoint file, or in a folder's best.pt (else ckpt.pt), in eval mode. """
@@ -165,22 +182,62 @@ def save_pretrained(model, folder):
     gpt2.save_pretrained(folder)
 
 
+# -----------------------------------------------------------------------------
+# Weights to begin with.
+
+# What weights decide of a GPTConfig; the rule, dropout and the like are the user's choice.
+WEIGHTS_DECIDE = ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias', 'norm_eps')
+
+
+def settings_of_weights(source):
+    """ {key: value}: what init_from decides of the model. """
+    path = checkpoint_file(source)
+    if not os.path.isfile(path):
+        c = load_gpt2(source).config
+        return {'n_ctx': c.n_positions, 'vocab_size': c.vocab_size, 'n_layer': c.n_layer,
+                'n_head': c.n_head, 'n_embd': c.n_embd, 'bias': True,
+                'norm_eps': c.layer_norm_epsilon}
+    saved = load_checkpoint(path)['model_config']
+    keys = WEIGHTS_DECIDE
+    if saved.get('residual') != 'standard':  # which any rule can begin with
+        keys = keys + ('residual', 'residual_blocks')
+    return {key: saved[key] for key in keys if key in saved}
+
+
 def initial_weights(source, config, tokenizer):
-    """ A GPT(config), under any residual rule, with the weights of a standard run's folder; tokenizer: its state(). """
+    """ A GPT(config) with the weights of a run: source is its folder or checkpoint.
+
+    A standard run can go on under any rule, the others under their own, with what it has learned.
+    tokenizer: the state() of the one to be used. ValueError names what does not fit.
+    """
     path = checkpoint_file(source)
     state = load_checkpoint(path)
     old = state['model_config']
-    if old.get('residual') != 'standard':
-        raise ValueError(f'residual={old.get("residual")!r} in {source!r}: must be standard for weights to go on')
     if state.get('tokenizer') != tokenizer:
-        raise ValueError(f'tokenizer={tokenizer["kind"]!r}: must be the one of {source!r}, with all its characters')
-    for key in ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias', 'norm_eps'):
+        raise ValueError(f'tokenizer={tokenizer["kind"]!r}: must be the one of {source!r}, '
+                         'with all its characters')
+    for key in WEIGHTS_DECIDE:
         if old.get(key) != getattr(config, key):
-            raise ValueError(f'{key}={getattr(config, key)!r}: must be {old.get(key)!r}, as in {source!r}')
+            raise ValueError(f'{key}={getattr(config, key)!r}: must be {old.get(key)!r}, '
+                             f'as in {source!r}')
+    if old.get('residual') not in ('standard', config.residual):
+        raise ValueError(f'residual={config.residual!r}: must be {old.get("residual")!r}, as in '
+                         f'{source!r}; only the weights of a standard run fit any rule')
     model = GPT(config)
-    own = {k: v for k, v in model.state_dict().items() if k.startswith('residual.')}  # the rule's
+    weights = state['model']
     try:
-        model.load_state_dict(own | state['model'])
-    except (AttributeError, RuntimeError) as e:
-        raise ValueError(f'{path}: model and model_config do not fit ({str(e).splitlines()[0]})') from e
+        if old['residual'] == 'standard':  # what belongs to the new rule starts as it always does
+            weights = model.state_dict() | weights
+        elif partition(model) != partition(GPT(GPTConfig(**old))):
+            raise ValueError(f'residual_blocks={config.residual_blocks}: must be '
+                             f'{old["residual_blocks"]}, as in {source!r}')
+        model.load_state_dict(weights)
+    except (AttributeError, RuntimeError, TypeError) as e:
+        fault = str(e).splitlines()[0]
+        raise ValueError(f'{path}: model and model_config do not fit ({fault})') from e
     return model
+
+
+def partition(model):
+    """ The number of sublayers in a residual block, if the rule of a model has such. """
+    return getattr(model.residual, 'S', None)

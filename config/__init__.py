@@ -3,7 +3,8 @@ Where a run's settings come from: dataclass default < TOML file < --key=value. N
 
     python train.py config/shakespeare_char.toml --residual=block --batch_size=32 --compile
 
-The dataclass is the whole specification: field name = key, annotation = type, comment at the line's end = help.
+The dataclass is the whole specification: a field's name is the key, its annotation the type, the
+comment at the end of its line the help. A comment on a line of its own begins a group of keys.
 """
 import difflib
 import inspect
@@ -11,6 +12,7 @@ import os
 import re
 import reprlib
 import sys
+import textwrap
 import tomllib
 import types
 from contextlib import suppress
@@ -18,23 +20,25 @@ from dataclasses import fields
 
 brief = reprlib.Repr()  # repr, but never longer than a line
 brief.maxstring, brief.maxlong, brief.maxother = 100, 40, 100
-NANOGPT = {'block_size': 'n_ctx', 'eval_only': 'max_iters=0'}  # its keys that have another name here
+NANOGPT = {'block_size': 'n_ctx'}
 
 
-def parse(cls, argv, description=None):
-    """ The settings given in TOML files and on the command line, {key: value}, all known to cls; defaults left out.
+def parse(cls, argv, description=None, program=None):
+    """ The settings given in TOML files and on the command line, {key: value}; defaults left out.
 
-    argv: TOML files, --key=value, bare --flag. Bad input ends the program: exit code 2, one line that names the key.
+    argv: TOML files, --key=value, bare --flag. program: what --help calls the program. Bad input
+    ends it: exit code 2, one line that names the key.
     """
     kinds = {f.name: f.type for f in fields(cls)}
-    given, files = {}, {}
-    for a in argv:
-        key, has_value, text = a.removeprefix('--').partition('=')
-        if a in ('-h', '--help'):
-            raise SystemExit(print(usage(cls, description)))
-        if not a.startswith('-') or key == 'config':
-            files |= read(a.removeprefix('--config='), kinds)
-        elif not a.startswith('--') or key not in kinds:
+    given, from_files = {}, {}
+    for argument in argv:
+        key, has_value, text = argument.removeprefix('--').partition('=')
+        if argument in ('-h', '--help'):
+            print(usage(cls, description, program or os.path.basename(sys.argv[0])))
+            raise SystemExit(0)
+        if names_file(argument):
+            from_files |= read(argument.removeprefix('--config='), kinds)
+        elif not argument.startswith('--') or key not in kinds:
             fail(unknown(key, kinds))
         elif key in given:
             fail(f'{key}={brief.repr(text)}: must be given only once')
@@ -42,24 +46,44 @@ def parse(cls, argv, description=None):
             fail(f'{key}: must have a value: --{key}={spell(kinds[key]).upper()}')
         else:
             given[key] = convert(key, text if has_value else 'true', kinds[key])
-    return files | given
+    return from_files | given
+
+
+def names_file(argument):
+    """ Whether an argument is a TOML file: FILE, --config=FILE or, without one, --config. """
+    return not argument.startswith('-') or argument.removeprefix('--').partition('=')[0] == 'config'
 
 
 def expand(path):
-    """ path with a leading ~ replaced by the home folder, wherever the user names a file or a folder. """
+    """ path with ~ at its start replaced by the home folder, as for any path that a user gives. """
     return os.path.expanduser(path)
 
 
 def read(path, kinds):
-    """ The settings in one TOML file, all of them keys. Their types are checked with everything else, in checker. """
+    """ The settings in a TOML file. Their types are checked with all others, in checker. """
     try:
         with open(expand(path), 'rb') as f:
             values = tomllib.load(f)
-    except (OSError, ValueError, RecursionError) as e:  # not there, malformed, not UTF-8, a number of 5000 digits
+    except (OSError, ValueError, RecursionError) as e:  # ValueError: malformed or not UTF-8
         fail(f'{brief.repr(path)}: must be a TOML file: {getattr(e, "strerror", None) or e}')
-    for key in (k for k in values if k not in kinds):
-        fail(f'{brief.repr(path)}: {unknown(key, kinds)}')
+    for key in values:
+        if key not in kinds:
+            fail(f'{brief.repr(path)}: {unknown(key, kinds)}')
     return values
+
+
+def origin(message, argv):
+    """ If message is about a key that a file among argv has set: words that say so; else ''. """
+    key = str(message).partition('=')[0]
+    if any(a.startswith(f'--{key}=') for a in argv):
+        return ''
+    for argument in reversed(argv):
+        if names_file(argument):
+            path = expand(argument.removeprefix('--config='))
+            with suppress(OSError, ValueError), open(path, 'rb') as f:
+                if key in tomllib.load(f):
+                    return f' ({key} is set in {path})'
+    return ''
 
 
 def convert(key, text, kind):
@@ -76,46 +100,74 @@ def convert(key, text, kind):
 
 
 def checker(settings):
-    """ Checks the types of all settings; returns check(key, ok, allowed), a ValueError that names key unless ok. """
+    """ Checks the types of all settings. Returns check(key, ok, allowed), which raises a ValueError
+    that names key unless ok.
+    """
     def check(key, ok, allowed):
         if not ok:
             raise ValueError(f'{key}={brief.repr(getattr(settings, key))}: must be {allowed}')
 
     for f in fields(settings):
-        if float in union(f.type) and type(value := getattr(settings, f.name)) is int and abs(value) < 2**1000:
-            setattr(settings, f.name, float(value))
-        check(f.name, type(getattr(settings, f.name)) in union(f.type), 'of type ' + spell(f.type))
+        value = getattr(settings, f.name)
+        if float in union(f.type) and type(value) is int and abs(value) < 2**1000:
+            value = float(value)
+            setattr(settings, f.name, value)
+        check(f.name, type(value) in union(f.type), 'of type ' + spell(f.type))
     return check
 
 
-def build(cls, values):
-    """ cls(**values); a ValueError ends the program. """
+def build(cls, values, argv=()):
+    """ cls(**values); a ValueError ends the program. argv: to say which file a value is from. """
     try:
         return cls(**values)
     except ValueError as e:
-        fail(e)
+        fail(f'{e}{origin(e, argv)}')
 
 
 def fail(message, code=2):
     """ Ends the program with one line on stderr. Code 2: bad input; 1: a failed run. """
-    line = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in ' '.join(str(message).split()))
-    print('error:', line if len(line) <= 600 else line[:300] + ' ... ' + line[-300:], file=sys.stderr)
+    one_line = ' '.join(str(message).split())
+    line = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in one_line)
+    if len(line) > 600:
+        line = line[:300] + ' ... ' + line[-300:]
+    print('error:', line, file=sys.stderr)
     raise SystemExit(code)
 
 
 def unknown(key, kinds):
-    ours = NANOGPT.get(key, '')
-    near = [ours] if ours.split('=')[0] in kinds else difflib.get_close_matches(key[:100], kinds, 1)
-    return f'{brief.repr(key)}: must be a key; ' + (f'did you mean {near[0]}?' if near else '--help lists them all')
+    near = difflib.get_close_matches(key[:100], kinds, 1)
+    if NANOGPT.get(key) in kinds:  # its name here
+        near = [NANOGPT[key]]
+    hint = f'did you mean {near[0]}?' if near else '--help lists them all'
+    return f'{brief.repr(key)}: must be a key; {hint}'
 
 
-def usage(cls, description):
-    """ The help: every key with its type, its meaning and its default. """
-    source = ''.join(inspect.getsource(c) for c in reversed(cls.__mro__[:-1]))  # base classes first
-    found = dict(re.findall(r'^    (\w+): [^#\n]*# (.*)$', source, re.MULTILINE))
-    lines = [f'usage: {os.path.basename(sys.argv[0])} [FILE.toml ...] [--key=value ...]', description or '']
-    return '\n'.join(lines + [f'  --{f.name}={spell(f.type).upper()}\n        {found.get(f.name, "")} '
-                              f'(default: {f.default!r})' for f in fields(cls)])
+def usage(cls, description, program):
+    """ The help: every key with its default and its meaning, by groups, a class's own before those
+    of its base.
+    """
+    groups, seen = {}, set()
+    for c in cls.__mro__[:-1]:
+        group = ''
+        for line in inspect.getsource(c).splitlines():
+            field = re.match(r'    (\w+): [^#]*# (.*)', line)
+            if heading := re.fullmatch(r'    # (\w+)', line):
+                group = heading[1]
+            elif field and field[1] not in seen:
+                seen.add(field[1])
+                groups.setdefault(group, []).append(field.groups())
+    lines = [f'usage: {program} [FILE.toml ...] [--key=value ...]', (description or '').strip(),
+             'Every key with its default; a bare --key is --key=true.']
+    defaults = {f.name: f.default for f in fields(cls)}
+    for group, keys in groups.items():
+        lines += ['', f'{group}:'] if group else ['']
+        for key, meaning in keys:
+            default = defaults[key]
+            if default is None or isinstance(default, bool):
+                default = str(default).lower()
+            lines += textwrap.wrap(f'  --{key}={default}'.ljust(31) + f' {meaning}', 100,
+                                   subsequent_indent=' ' * 32, break_on_hyphens=False)
+    return '\n'.join(lines)
 
 
 def union(kind):

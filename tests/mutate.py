@@ -35,8 +35,10 @@ TARGETS = {  # file: (its functions, classes and methods to break, arguments of 
                    ('tests/test_kernels.py',)),
     'sample.py': ('SampleConfig read_start default_start load Sampler columns show_depths sample show main',
                   ('tests/test_sample.py', 'tests/test_pretrained.py')),
-    'train.py': ('learning_rate Data.train_batch save read_checkpoint read_run definition Run.write Run.save Run.begin '
-                 'Run.loop main', ('tests/test_train.py',)),
+    'train.py': ('training_loop learning_rate Run.write_log Run.save Run.begin Run.restore '
+                 'Run.record_evaluation save read_run run_identity check_identity complete main',
+                 ('tests/test_train.py',)),
+    'data/batches.py': ('Data.train_batch', ('tests/test_train.py',)),
 }
 EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can tell
     ('DepthAttention.forward', 'h.to(v[0].dtype)', '0', '1'): 'all sources have one dtype',
@@ -87,15 +89,13 @@ EQUIVALENT = {  # (name, part of the line, old text, new text): why nothing can 
     ('_torch_read', 'bmm', 'a.permute(2, 0, 1).contiguous()', 'a.permute(2, 0, 1)'): 'the same numbers',
     ('SampleConfig.__post_init__', 'check_sampling', '1', '2'): 'any valid text and length',
     ('learning_rate', 'step < ', 'step < cfg.warmup_iters', '(step <= cfg.warmup_iters)'): 'learning_rate, either way',
-    ('Data.train_batch', 'place = ', 'np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() + k * GOLDEN',
-     '(np.random.default_rng(self.cfg.data_seed or self.cfg.seed).random() - k * GOLDEN)'): 'as even, backwards',
-    ('Data.train_batch', 'place = ', 'k * GOLDEN', '(k / GOLDEN)'): '1 / GOLDEN is 1 + GOLDEN: the same modulo 1',
-    ('definition', 'old.keys()', 'old.keys()', 'old'): 'a view subtracts from a dict as well',
-    ('definition', 'old.keys()', 'new.keys()', 'new'): 'a dict subtracts as well',
-    ('Run.write', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
+    ('Data.train_batch', 'fraction = ', 'offset + k * GOLDEN', '(offset - k * GOLDEN)'): 'as even, backwards',
+    ('Data.train_batch', 'fraction = ', 'k * GOLDEN', '(k / GOLDEN)'): '1 / GOLDEN is 1 + GOLDEN: the same modulo 1',
+    ('check_identity', 'old.keys()', 'old.keys()', 'old'): 'a view subtracts from a dict as well',
+    ('check_identity', 'old.keys()', 'new.keys()', 'new'): 'a dict subtracts as well',
+    ('Run.write_log', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
     ('Run.save', 'better', 'False', 'True'): 'a run begins with an evaluation, the best so far',
     ('Run.save', 'rank', 'self.rank == 0', 'True'): 'these tests have one process',
-    ('Run.loop', 'patience', 'len(stop)', 'stop'): 'one process: no sum; test_faults stops two',
     ('save', 'fsync', 'f.fileno()', 'f'): 'fsync asks the file itself',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'pass'): 'the tests have one device, no dropout',
     ('Sampler.__init__', 'eval', 'self.model.to(self.device).eval()', 'self.model.to(self.device)'): 'no dropout',

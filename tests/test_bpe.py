@@ -28,7 +28,7 @@ def root(bpe, tmp_path_factory):
 
 @pytest.fixture
 def loaded(root, monkeypatch):
-    monkeypatch.setattr(train, 'load', lambda name: prepare.load(name, root=root))
+    monkeypatch.setattr('data.batches.load', lambda name: prepare.load(name, root=root))
 
 
 @pytest.mark.parametrize('mode', RESIDUALS)
@@ -37,14 +37,14 @@ def test_trains_resumes_and_samples(mode, loaded, tmp_path, monkeypatch, capsys)
     whole, half = tmp_path / 'whole', tmp_path / 'half'
     a = train.main([*KEYS, f'--residual={mode}', '--max_iters=4', f'--out_dir={whole}'])
     assert a['final_loss'] < a['first_loss']
-    update = train.Run.update
+    seed_dropout = train.seed_dropout
 
-    def interrupted(self):
-        if self.now.step == 2:
+    def interrupted(seed, step, micro):
+        if step == 2:
             raise KeyboardInterrupt
-        return update(self)
+        seed_dropout(seed, step, micro)
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, 'update', interrupted)
+        patch.setattr(train, 'seed_dropout', interrupted)
         with pytest.raises(SystemExit):
             train.main([*KEYS, f'--residual={mode}', '--max_iters=4', f'--out_dir={half}'])
     b = train.main([f'--out_dir={half}', '--resume'])

@@ -1,5 +1,6 @@
 """ Settings: dataclass default < TOML < command line; every kind of bad input ends in one line and exit code 2. """
 import random
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -86,9 +87,10 @@ def test_help_lists_every_key_with_meaning_and_default(capsys):
         assert e.value.code in (0, None)
         out = capsys.readouterr().out
         for key in cls.__dataclass_fields__:
-            line = out.split(f'--{key}=')[1].splitlines()[1]
-            assert len(line.split('(default')[0].strip()) > 3, key
-            assert f'(default: {cls.__dataclass_fields__[key].default!r})' in line
+            default = cls.__dataclass_fields__[key].default
+            shown = str(default).lower() if default is None or type(default) is bool else default
+            line, = re.findall(rf'^  --{key}={re.escape(str(shown))}\s+(.*)$', out, re.MULTILINE)
+            assert len(line) > 3, key
 
 
 @pytest.mark.parametrize(
@@ -116,9 +118,7 @@ def test_a_key_of_nanogpt_is_told_its_name_here(keys, near, capsys):
     assert near in refused(lambda: configuration.parse(keys, ['--block_size=64']), capsys)
 
 
-def test_other_words_of_nanogpt(capsys):
-    line = refused(lambda: configuration.parse(train.TrainConfig, ['--eval_only']), capsys)
-    assert 'did you mean max_iters=0?' in line
+def test_other_words_of_nanogpt():
     for word in ('resume', 'scratch'):
         with pytest.raises(ValueError, match=f"init_from='{word}': must be .*--resume goes on"):
             train.TrainConfig(init_from=word)

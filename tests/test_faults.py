@@ -15,7 +15,7 @@ import torch
 import compare
 from experiments import runs
 from experiments.progress import Progress
-from train import read_checkpoint
+from weights import load_checkpoint
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ def run(*args, **keys):
 
 def result(out):
     """ The final model and the log without times. """
-    state = read_checkpoint(str(out / 'ckpt.pt'))
+    state = load_checkpoint(str(out / 'ckpt.pt'))
     log = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
     return state, [{k: v for k, v in r.items() if k not in ('seconds', 'config')} for r in log]
 
@@ -114,8 +114,8 @@ def forked(argv, place, n):
         elif place == 'renamed': hook(os, 'replace', True)
         elif place == 'rename': hook(os, 'replace')
         elif place == 'sync': hook(os, 'fsync')
-        elif place == 'log': hook(train.Run, 'write', True)
-        elif place == 'update': hook(train.Run, 'update')
+        elif place == 'log': hook(train.Run, 'write_log', True)
+        elif place == 'step': hook(train, 'seed_dropout')
         elif place == 'evaluate': hook(train.Run, 'evaluate')
         code = 1
         try:
@@ -127,7 +127,7 @@ def forked(argv, place, n):
     return os.waitpid(pid, 0)[1]
 out, keys = sys.argv[1], sys.argv[2:]
 rng, killed = random.Random(5), 0
-places = ['half', 'rename', 'renamed', 'sync', 'log', 'update', 'evaluate'] * 3
+places = ['half', 'rename', 'renamed', 'sync', 'log', 'step', 'evaluate'] * 3
 rng.shuffle(places)
 for place in places[:20]:
     have = os.path.exists(out + '/ckpt.pt')
@@ -160,7 +160,7 @@ def test_kills_by_the_clock(whole, tmp_path):
         time.sleep(rng.random() * 0.6)
         p.kill()
         p.communicate()
-        read_checkpoint(str(out / 'ckpt.pt'))
+        load_checkpoint(str(out / 'ckpt.pt'))
     r = run(out, '--resume')
     assert r.returncode == 0, r.stderr
     assert_same(result(whole), result(out))
@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_line_and_the_old_checkpoint_stands(tmp_path):
                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, size * 3 // 2)))
     assert r.returncode == 1 and r.stderr.count('\n') == 1, r.stderr
     assert r.stderr.startswith('error: ') and 'could not be written' in r.stderr
-    assert read_checkpoint(str(tmp_path / 'full' / 'ckpt.pt'))['progress']['step'] == 0
+    assert load_checkpoint(str(tmp_path / 'full' / 'ckpt.pt'))['progress']['step'] == 0
     assert not list((tmp_path / 'full').glob('*.tmp'))
     assert run(tmp_path / 'full', '--resume').returncode == 0
 
@@ -183,12 +183,12 @@ def test_a_full_disk_is_one_line_and_the_old_checkpoint_stands(tmp_path):
 def test_damaged_bytes_are_refused_or_harmless(whole, tmp_path):
     """ A byte changed anywhere: one line, or, in padding, the very same state. """
     data, rng, path = (whole / 'ckpt.pt').read_bytes(), random.Random(3), tmp_path / 'ckpt.pt'
-    good, refused = read_checkpoint(str(whole / 'ckpt.pt')), 0
+    good, refused = load_checkpoint(str(whole / 'ckpt.pt')), 0
     for _ in range(150):
         at = rng.randrange(len(data))
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1:])
         try:
-            state = read_checkpoint(str(path))
+            state = load_checkpoint(str(path))
         except ValueError as e:
             refused += 1
             assert 'ckpt.pt' in str(e)
@@ -212,16 +212,20 @@ def test_two_runs_in_one_folder(tmp_path):
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_evaluation(number, whole, tmp_path):
-    """ The evaluation ends, the state is saved, the exit code is 0 and the line says how to go on. """
+    """ It is acknowledged, the evaluation is left, the state saved, and a line says how to go on. """
     out = tmp_path / 'a run'
-    slow = ('import train, time, os, signal; e = train.Run.evaluate\n'
-            f'def f(self):\n if self.now.step == 6: os.kill(os.getpid(), {int(number)})\n return e(self)\n'
+    slow = ('import train, os; e = train.Run.evaluate\n'
+            'def f(self, stop):\n'
+            f'  if self.progress.step == 6: os.kill(os.getpid(), {int(number)})\n'
+            '  return e(self, stop)\n'
             'train.Run.evaluate = f; train.main()')
     args = command(out)[2:]
     r = subprocess.run([sys.executable, '-c', slow, *args], cwd=ROOT, env=ENV | {'PYTHONPATH': str(ROOT)},
                        capture_output=True, text=True)
     assert r.returncode == 0, r.stderr
-    assert read_checkpoint(str(out / 'ckpt.pt'))['progress']['step'] == 6
+    assert f'{signal.Signals(number).name}: stops soon' in r.stderr
+    progress = load_checkpoint(str(out / 'ckpt.pt'))['progress']
+    assert progress['step'] == 6 and progress['history'][-1][0] == 3
     line = r.stdout.splitlines()[-1]
     assert line.startswith(f'{signal.Signals(number).name}: saved at step 6; go on with: python train.py ')
     copied = sys.executable + line.split('go on with: python')[1]
@@ -236,9 +240,9 @@ def test_several_processes_stop_at_one_signal_and_go_on(tmp_path):
     p.terminate()
     stdout, stderr = p.communicate(timeout=PATIENCE)
     assert 'SIGTERM: saved at step ' in stdout and 'torchrun --nproc_per_node=2 train.py' in stdout, stderr
-    step = read_checkpoint(str(out / 'ckpt.pt'))['progress']['step']
+    step = load_checkpoint(str(out / 'ckpt.pt'))['progress']['step']
     p = start(out, '--resume', torchrun=True)
-    wait_for(lambda: read_checkpoint(str(out / 'ckpt.pt'))['progress']['step'] > step, p)
+    wait_for(lambda: load_checkpoint(str(out / 'ckpt.pt'))['progress']['step'] > step, p)
     p.terminate()
     assert f'resumed at step {step}' in p.communicate(timeout=PATIENCE)[0]
 
@@ -254,7 +258,7 @@ def test_a_process_that_dies_ends_the_run(tmp_path):
     assert p.returncode == 1
     line = [line for line in stderr.splitlines() if line.startswith('error: process 0 of 2')]
     assert len(line) == 1 and 'ckpt.pt holds step ' in line[0], stderr[-2000:]
-    step = read_checkpoint(str(out / 'ckpt.pt'))['progress']['step']
+    step = load_checkpoint(str(out / 'ckpt.pt'))['progress']['step']
     assert step % 20 == 0 and f'holds step {step}' in line[0]
 
 
@@ -284,7 +288,7 @@ def test_interrupted_comparisons_save_every_run_and_go_on(number, tmp_path, caps
     out = parent.communicate(timeout=PATIENCE)[0]
     assert parent.returncode == 130 and 'the same command goes on' in out and 'Traceback' not in out, out
     assert not [*(tmp_path / 'cut').glob('runs/*/result.json')]
-    steps = [read_checkpoint(str(path))['progress']['step'] for path in (tmp_path / 'cut').glob('runs/*/ckpt.pt')]
+    steps = [load_checkpoint(str(path))['progress']['step'] for path in (tmp_path / 'cut').glob('runs/*/ckpt.pt')]
     assert len(steps) == 2 and min(steps) > 0 and max(steps) < 2000
     monkeypatch.setattr(runs.RunsConfig, 'share', (1, 1))  # the threads of before
     cut, whole = (compare.main([*SIDE_BY_SIDE, '--workers=1', f'--out_dir={tmp_path / name}'])
@@ -312,7 +316,7 @@ def test_without_their_parent_runs_save_and_end(tmp_path):
                     time.sleep(0.05)
             else:
                 raise AssertionError('a run without a parent does not end')
-        assert 0 < read_checkpoint(str(log.parent / 'ckpt.pt'))['progress']['step'] < 1_000_000
+        assert 0 < load_checkpoint(str(log.parent / 'ckpt.pt'))['progress']['step'] < 1_000_000
 
 
 def test_one_run_that_fails_stops_the_others_and_says_why(tmp_path):
@@ -324,4 +328,4 @@ def test_one_run_that_fails_stops_the_others_and_says_why(tmp_path):
         runs.side_by_side(jobs, 2, 1, Progress({name: (1, 1.0) for name in ('a', 'taken', 'c')}, 2))
     assert not (tmp_path / 'c').exists() and not (tmp_path / 'a' / 'result.json').exists()
     if (tmp_path / 'a' / 'ckpt.pt').exists():  # it had begun
-        assert read_checkpoint(str(tmp_path / 'a' / 'ckpt.pt'))['progress']['step'] < 100_000
+        assert load_checkpoint(str(tmp_path / 'a' / 'ckpt.pt'))['progress']['step'] < 100_000

@@ -12,15 +12,15 @@ import model
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {
-    'model.py': 440,
+    'model.py': 442,
     'kernels.py': 460,
     'triton_kernels.py': 170,
-    'weights.py': 190,
+    'weights.py': 245,
     'baselines.py': 370,
-    'train.py': 565,
+    'train.py': 630,
     'sample.py': 250,
     'compare.py': 50,
-    'config/__init__.py': 125,
+    'config/__init__.py': 180,
     'data/prepare.py': 270,
     'README.md': 230,
 }

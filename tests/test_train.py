@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import train as T
+import weights
+from config.report import Display
 from data import prepare as P
 from model import GPT
 from train import TrainConfig, learning_rate
@@ -36,7 +38,7 @@ def root(tmp_path, monkeypatch):
     text = letters + ''.join(random.Random(1).choices(letters, range(1, 26), k=1175))
     (tmp_path / 'tiny.txt').write_text(text)
     P.prepare('tiny', input=tmp_path / 'tiny.txt', root=tmp_path)
-    monkeypatch.setattr(T, 'load', lambda name: P.load(name, root=tmp_path))
+    monkeypatch.setattr('data.batches.load', lambda name: P.load(name, root=tmp_path))
     return tmp_path
 
 
@@ -47,13 +49,30 @@ def config(root):
 
 def stop_after(monkeypatch, step, number=signal.SIGTERM):
     """ Sends a signal to the trainer in the middle of the step that follows `step` finished ones. """
-    update = T.Run.update
+    seed_dropout = T.seed_dropout
 
-    def interrupted(self):
-        if self.now.step == step:
+    def interrupted(seed, now, micro):
+        if now == step and micro == 0:
             os.kill(os.getpid(), number)
-        return update(self)
-    monkeypatch.setattr(T.Run, 'update', interrupted)
+        seed_dropout(seed, now, micro)
+    monkeypatch.setattr(T, 'seed_dropout', interrupted)
+
+
+def start(cfg, saved=None):
+    """ A run that is about to begin its training loop. """
+    Path(cfg.out_dir).mkdir(exist_ok=True)
+    run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, Display(cfg.max_iters, quiet=True))
+    run.warm_up()
+    run.begin(saved)
+    run.display.bar(run.progress.step)
+    return run
+
+
+def one_step(cfg):
+    """ The run, and the record of its first and only step. """
+    run = start(replace(cfg, max_iters=1, log_interval=1))
+    T.training_loop(run, [])
+    return run, next(r for r in map(json.loads, run.progress.log) if 'loss' in r)
 
 
 def everything(folder):
@@ -68,7 +87,7 @@ def everything(folder):
         return x
 
     def run(name):
-        state = T.read_checkpoint(str(folder / name))
+        state = T.load_checkpoint(str(folder / name))
         progress = state['progress']
         progress['history'] = [h[:3] for h in progress['history']]
         progress['log'] = [plain(json.loads(line)) for line in progress['log']]
@@ -124,8 +143,7 @@ def test_validation_windows_are_fixed_and_cover_the_text(config):
 
 def test_evaluation_is_the_mean_over_tokens(config):
     cfg = config(eval_iters=0, dropout=0.5)
-    run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, quiet=True)
-    run.warm_up()
+    run = start(cfg)
     x, y = (torch.cat(t) for t in zip(*run.data.val_batches(), strict=True))
     value = run.evaluate()
     assert run.model.training and run.evaluate() == value
@@ -150,29 +168,25 @@ def test_learning_rate():
 def test_accumulation_equals_one_large_batch(config, monkeypatch):
     """ Two batches of 3 give the step that one of 6 gives, whatever the loss says about the number of tokens. """
     cfg = config(gradient_accumulation_steps=2)
-    def one_step(cfg):
-        run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, quiet=True)
-        run.warm_up()
-        return run, run.update()
-    run, (loss, norm, rate) = one_step(cfg)
+    run, record = one_step(cfg)
     both = [torch.cat(t) for t in zip(*(run.data.train_batch(0, m) for m in range(2)), strict=True)]
     monkeypatch.setattr(T.Data, 'train_batch', lambda self, step, micro: both)
-    large, (loss6, norm6, _) = one_step(config(batch_size=6))
-    assert loss == pytest.approx(loss6, rel=1e-6) and norm == pytest.approx(norm6, rel=1e-5)
-    assert rate == learning_rate(cfg, 0) == run.optimizer.param_groups[0]['lr']
+    large, record6 = one_step(config(batch_size=6, out_dir=cfg.out_dir + '6'))
+    assert record['loss'] == pytest.approx(record6['loss'], rel=1e-6)
+    assert record['grad_norm'] == pytest.approx(record6['grad_norm'], rel=1e-5)
+    assert record['lr'] == learning_rate(cfg, 0) == run.optimizer.param_groups[0]['lr']
     for a, b in zip(run.model.parameters(), large.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_gradients_are_clipped_and_queries_do_not_decay(config):
     cfg = config(grad_clip=1e-3, residual='full')
-    run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, quiet=True)
-    run.warm_up()
+    run = start(replace(cfg, max_iters=1, log_interval=1))
     seen = []
     run.optimizer.register_step_pre_hook(lambda *a: seen.append(
         torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm().item()))
-    _, norm, _ = run.update()
-    assert norm > 0.1 and seen[0] == pytest.approx(1e-3, rel=1e-2)
+    T.training_loop(run, [])
+    assert json.loads(run.progress.log[-2])['grad_norm'] > 0.1 and seen[0] == pytest.approx(1e-3, rel=1e-2)
     still = {id(p) for p in run.optimizer.param_groups[1]['params']}
     assert {id(run.model.residual.query), id(run.model.residual.key_gain)} <= still
     assert run.optimizer.param_groups[1]['weight_decay'] == 0
@@ -190,14 +204,14 @@ def test_log_and_checkpoints(config):
     assert all(r['grad_norm'] > 0 and r['lr'] > 0 for r in log[1:] if 'loss' in r)
     assert result['final_loss'] < result['first_loss'] and result['step'] == 9 and result['stopped'] is None
     assert result['best_loss'] == min(h[1] for h in result['history'])
-    assert T.read_checkpoint(str(out / 'best.pt'))['progress']['step'] == result['best_step']
+    assert T.load_checkpoint(str(out / 'best.pt'))['progress']['step'] == result['best_step']
     assert sorted(p.name for p in out.iterdir()) == ['best.pt', 'ckpt.pt', 'lock', 'log.jsonl']
     model = GPT.from_checkpoint(str(out))  # loads with weights_only, into the plain model
     assert not any('_orig_mod' in k or k.startswith('module.') for k in model.state_dict())
 
 
 def test_no_state_is_saved_twice(config, monkeypatch):
-    steps, save = [], T.save
+    steps, save = [], weights.save
 
     def counting(state, path):
         if path.endswith('ckpt.pt'):
@@ -211,13 +225,13 @@ def test_no_state_is_saved_twice(config, monkeypatch):
 def test_a_compiled_model_saves_plain_names(config, monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda m: torch._dynamo.eval_frame.OptimizedModule(m, lambda f: f))
     T.train(config(compile=True, max_iters=1), quiet=True)
-    names = T.read_checkpoint(config().out_dir + '/ckpt.pt')['model']
+    names = T.load_checkpoint(config().out_dir + '/ckpt.pt')['model']
     assert names.keys() == GPT(config().model(25)).state_dict().keys()
 
 
 def test_what_is_compiled_by_default(monkeypatch):
     cpu, cuda, found = torch.device('cpu'), torch.device('cuda'), []
-    monkeypatch.setattr(T, 'find_spec', lambda name: {'triton': True}.get(name) if found else None)
+    monkeypatch.setattr('config.machine.find_spec', lambda name: {'triton': True}.get(name) if found else None)
     assert not T.pick_compile(None, cpu) and not T.pick_compile(None, cuda)
     found.append('triton')
     assert T.pick_compile(None, cuda) and not T.pick_compile(None, cpu)
@@ -275,7 +289,7 @@ def test_a_resumed_run_is_the_same_run(
             result = T.train(config(**keys, resume=i > 0))
         assert result['stopped'] == ('SIGINT', 'SIGTERM')[i] and result['step'] == step + 1
         assert f'go on with: python train.py --out_dir={root}/run --resume' in capsys.readouterr().out
-        assert T.read_checkpoint(str(root / 'run' / 'ckpt.pt'))['progress']['step'] == step + 1  # not of the evaluation
+        assert T.load_checkpoint(str(root / 'run' / 'ckpt.pt'))['progress']['step'] == step + 1  # not of the evaluation
         torch.manual_seed(i)  # whatever the world does in between
         with open(root / 'run' / 'log.jsonl', 'a') as f:
             f.write('{"step": 999}\n')  # logged after the checkpoint: cut off
@@ -284,19 +298,17 @@ def test_a_resumed_run_is_the_same_run(
     assert [h[:3] for h in again['history']] == [h[:3] for h in whole['history']]
 
 
-def test_dropout_does_not_depend_on_the_past(config, root):
+def test_dropout_does_not_depend_on_the_past(config, root, monkeypatch):
     """ Steps 3 .. of a run do not care what drew random numbers before. """
     whole = T.train(config(dropout=0.5), quiet=True)
-    update, out = T.Run.update, str(root / 'other')
+    train_batch, out = T.Data.train_batch, str(root / 'other')
 
-    def noisy(self):
-        torch.rand(self.now.step + 1)
-        return update(self)
-    T.Run.update = noisy
-    try:
+    def noisy(self, step, micro):
+        torch.rand(step + 1)
+        return train_batch(self, step, micro)
+    with monkeypatch.context() as patch:
+        patch.setattr(T.Data, 'train_batch', noisy)
         assert T.train(config(dropout=0.5, out_dir=out), quiet=True)['final_loss'] == whole['final_loss']
-    finally:
-        T.Run.update = update
     assert T.train(config(dropout=0.0, out_dir=out, overwrite=True), quiet=True)['final_loss'] != whole['final_loss']
 
 
@@ -344,10 +356,10 @@ def test_a_mismatch_is_named(change, config, root, capsys):
 
 def test_a_key_younger_than_the_run_had_its_default(config):
     data = T.Data(config(), CPU)
-    old = {k: v for k, v in T.definition(config(), data).items() if k != 'beta2'}
-    assert T.definition(config(), data, old)['beta2'] == TrainConfig.beta2
+    old = {k: v for k, v in T.run_identity(config(), data).items() if k != 'beta2'}
+    T.check_identity(config(beta2=TrainConfig.beta2), data, old)
     with pytest.raises(ValueError, match='beta2=0.5: must be'):
-        T.definition(config(beta2=0.5), data, old)
+        T.check_identity(config(beta2=0.5), data, old)
 
 
 def test_the_scale_of_float16_goes_on(config, root, monkeypatch):
@@ -356,16 +368,16 @@ def test_the_scale_of_float16_goes_on(config, root, monkeypatch):
     path = str(root / 'run' / 'ckpt.pt')
     state = T.read_run(str(root / 'run'))
     assert state['scaler']['scale'] == 2.0**16
-    T.save(state | {'scaler': state['scaler'] | {'scale': 64.0}}, path)
+    weights.save(state | {'scaler': state['scaler'] | {'scale': 64.0}}, path)
     T.train(config(dtype='float16', max_iters=1, resume=True), quiet=True)
     assert T.read_run(str(root / 'run'))['scaler']['scale'] == 64.0
 
 
 def test_a_resumed_run_says_where_it_stands(config, root, capsys):
     T.train(config(max_iters=3), quiet=True)
-    run = T.Run(config(max_iters=3), T.Data(config(), CPU), torch.float32)
+    run = T.Run(config(max_iters=4), T.Data(config(), CPU), torch.float32, Display(4))
     run.begin(T.read_run(str(root / 'run')))
-    assert run.standing == f'{root}/run/ckpt.pt holds step 3, the last good state'
+    assert run.last_saved == f'{root}/run/ckpt.pt holds step 3, the last good state'
     assert capsys.readouterr().out == 'resumed at step 3\n'
 
 
@@ -379,7 +391,7 @@ def test_seconds_are_those_of_the_steps_and_each_record_is_whole(config, root):
 
 def test_a_new_run_leaves_no_better_weights_of_the_old_one(config, root):
     T.train(config(max_iters=3), quiet=True)
-    T.Run(config(max_iters=3, seed=5), T.Data(config(), CPU), torch.float32, quiet=True).begin(None)
+    start(config(max_iters=3, seed=5))
     assert not (root / 'run' / 'best.pt').exists() and T.read_run(str(root / 'run'))['config']['seed'] == 5
 
 
@@ -390,13 +402,14 @@ def test_changed_data_is_noticed(config, root):
         good = path.read_bytes()
         for place in (0, len(good) // 4 * 2, len(good) - 2):
             path.write_bytes(good[:place] + bytes([(good[place] + 1) % 20]) + good[place + 1:])
-            with pytest.raises(ValueError, match='token files=.*must be'):
+            said = f"dataset='tiny': must have the text of the run in .*, {split}.bin changed"
+            with pytest.raises(ValueError, match=said):
                 T.train(config(resume=True, max_iters=1), quiet=True)
         path.write_bytes(good)
     meta = json.loads((root / 'tiny' / 'meta.json').read_text())
     meta['tokenizer']['chars'] = meta['tokenizer']['chars'][::-1]
     (root / 'tiny' / 'meta.json').write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match='tokenizer=.*must be'):
+    with pytest.raises(ValueError, match="dataset='tiny': must have the tokenizer of the run in"):
         T.train(config(resume=True, max_iters=1), quiet=True)
 
 
@@ -500,7 +513,7 @@ def test_bad_checkpoints_are_refused_in_one_line(how, config, root, monkeypatch,
                                    RuntimeError('[enforce fail] . No space left\nin 7 frames')])  # as torch says it
 def test_a_failed_write_leaves_the_old_checkpoint(error, config, root, monkeypatch):
     path = str(root / 'a.pt')
-    T.save({'x': 1}, path)
+    weights.save({'x': 1}, path)
 
     def full(state, f):
         f.write(b'half')
@@ -508,7 +521,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(error, config, root, monkeypat
     monkeypatch.setattr(torch, 'save', full)
     message = r'a.pt: could not be written \(.*No space left.*\); the one before it stands$'
     with pytest.raises(RuntimeError, match=message):
-        T.save({'x': 2}, path)
+        weights.save({'x': 2}, path)
     assert torch.load(path) == {'x': 1} and not os.path.exists(path + '.tmp')
 
 
@@ -518,12 +531,12 @@ def test_a_checkpoint_is_synced_before_it_takes_the_name(root, monkeypatch):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, name=name, real=real: order.append(
             (name, os.path.getsize(f'{path}.tmp'))) or real(*a))
-    T.save({'x': 1}, str(path))
+    weights.save({'x': 1}, str(path))
     assert order == [('fsync', path.stat().st_size), ('replace', path.stat().st_size)]  # all of it, not a buffer less
 
 
 def test_one_run_a_folder(config, root):
-    with T.own(str(root / 'run')):
+    with T.only_run_in(str(root / 'run')):
         with pytest.raises(ValueError, match='out_dir=.*another run'):
             T.train(config(), quiet=True)
     T.train(config(), quiet=True)
@@ -576,7 +589,7 @@ def test_a_gradient_that_is_not_finite_stops_too(config, monkeypatch):
 
 
 def test_validation_loss_that_is_not_finite_is_never_saved(config, root, monkeypatch):
-    monkeypatch.setattr(T.Run, 'evaluate', lambda self: math.nan if self.now.step else 3.0)
+    monkeypatch.setattr(T.Run, 'evaluate', lambda self, stop: math.nan if self.progress.step else 3.0)
     with pytest.raises(RuntimeError, match='validation loss nan at step 4; .*holds step 0'):
         T.train(config(), quiet=True)
     assert T.read_run(str(root / 'run'))['progress']['step'] == 0
@@ -584,10 +597,10 @@ def test_validation_loss_that_is_not_finite_is_never_saved(config, root, monkeyp
 
 def test_patience_and_best(config, root, monkeypatch):
     values = iter([3.0, 2.0, 2.5, 2.0, 1.0, 1.0])
-    monkeypatch.setattr(T.Run, 'evaluate', lambda self: next(values))
+    monkeypatch.setattr(T.Run, 'evaluate', lambda self, stop: next(values))
     result = T.train(config(eval_interval=1, patience=2), quiet=True)
     assert (result['step'], result['best_step'], result['best_loss']) == (3, 1, 2.0)
-    steps = [T.read_checkpoint(str(root / 'run' / name))['progress']['step'] for name in ('best.pt', 'ckpt.pt')]
+    steps = [T.load_checkpoint(str(root / 'run' / name))['progress']['step'] for name in ('best.pt', 'ckpt.pt')]
     assert steps == [1, 3]
 
 
@@ -710,8 +723,13 @@ def test_checkpoints_hold_no_second_copy_on_resume(config, root, monkeypatch):
         seen.append(weakref.ref(state['model']['lm_head.weight']))
         return state
     monkeypatch.setattr(T, 'read_run', spied)
-    loop = T.Run.loop
-    monkeypatch.setattr(T.Run, 'loop', lambda self, stop: (gc.collect(), seen.append(seen[0]()), loop(self, stop)))
+    loop = T.training_loop
+
+    def look(run, stop):
+        gc.collect()
+        seen.append(seen[0]())
+        loop(run, stop)
+    monkeypatch.setattr(T, 'training_loop', look)
     T.train(config(max_iters=1, resume=True), quiet=True)
     assert seen[1] is None
 
@@ -761,7 +779,7 @@ def test_weights_of_a_standard_run_go_on_under_any_rule(config, tmp_path, residu
 
 def test_weights_that_do_not_fit_are_named(config, tmp_path):
     T.train(config(residual='block', max_iters=1), quiet=True)
-    for source, says in ((str(tmp_path / 'run'), 'must be standard'), ('gpt2', '--tokenizer=gpt2')):
+    for source, says in ((str(tmp_path / 'run'), 'residual=.standard.: must be .block.'), ('gpt2', '--tokenizer=gpt2')):
         with pytest.raises(ValueError, match=says):
             T.train(config(max_iters=1, init_from=source, out_dir=str(tmp_path / 'x')), quiet=True)
 
