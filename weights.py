@@ -226,8 +226,9 @@ def initial_weights(source, config, tokenizer):
     model = GPT(config)
     weights = state['model']
     try:
-        if old['residual'] == 'standard':  # what belongs to the new rule starts as it always does
-            weights = model.state_dict() | weights
+        if old['residual'] == 'standard':  # what belongs to the rule starts as it always does
+            own = {k: v for k, v in model.state_dict().items() if k.startswith('residual.')}
+            weights = own | weights
         elif partition(model) != partition(GPT(GPTConfig(**old))):
             raise ValueError(f'residual_blocks={config.residual_blocks}: must be '
                              f'{old["residual_blocks"]}, as in {source!r}')

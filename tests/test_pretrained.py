@@ -286,8 +286,24 @@ def test_another_shape_is_refused(run, key, value):
 
 @pytest.mark.parametrize('residual', ['full', 'block'])
 def test_another_rule_is_refused(run, residual):
-    with pytest.raises(ValueError, match=f"residual='{residual}' in '.*': must be standard"):
+    with pytest.raises(ValueError, match=f"residual='standard': must be '{residual}', as in '.*'"):
         initial_weights(run(residual)[0], like(), CHAR)
+
+
+@pytest.mark.parametrize('residual', ['full', 'block', 'denseformer'])
+def test_the_same_rule_goes_on_with_what_it_has_learned(run, residual):
+    folder, model = run(residual)
+    again = initial_weights(folder, like(residual=residual, residual_blocks=2), CHAR)
+    for name, w in model.state_dict().items():
+        assert torch.equal(w, again.state_dict()[name]), name
+
+
+def test_the_number_of_residual_blocks_may_change_if_their_size_does_not(run):
+    """ Of 6 sublayers, 4 or 3 residual blocks have two each. """
+    folder, _ = run('block', residual_blocks=4)
+    initial_weights(folder, like(residual='block', residual_blocks=3), CHAR)
+    with pytest.raises(ValueError, match='residual_blocks=2: must be 4, as in'):
+        initial_weights(folder, like(residual='block', residual_blocks=2), CHAR)
 
 
 @pytest.mark.parametrize('tokenizer', [{'kind': 'gpt2'}, {'kind': 'char', 'chars': 'ac'}], ids=str)
