@@ -355,7 +355,7 @@ class GPT(nn.Module):
                generator=None):
         """ Yields max_new_tokens times the next token of each row of idx (B, T), as (B, 1).
 
-        Call eval() first, or dropout is at work.
+        Call model.eval() first, or dropout is at work.
         temperature 0 takes the most likely token. top_k keeps the k most likely tokens, top_p the
         smallest set of them with that probability. Ids from n_vocab on are padding and never
         drawn. generator, if given, is on the CPU. Keys and values are cached while the window has

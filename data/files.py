@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DATA = Path(__file__).resolve().parent
@@ -44,7 +44,13 @@ def locked(folder, wait=True):
                                  'preparing it') from None
             except (ImportError, OSError):
                 pass  # Windows and some network file systems have no such lock
-            yield
+            try:
+                yield
+            finally:
+                if [path.name for path in folder.iterdir()] == ['.lock']:  # nothing was written
+                    with suppress(OSError):
+                        (folder / '.lock').unlink()
+                        folder.rmdir()
     except OSError as e:
         raise ValueError(f'name={folder.name!r}: cannot write {str(folder)!r} ({e.strerror}); make '
                          'room or make it writable, or give another name') from e
