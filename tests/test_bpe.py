@@ -60,9 +60,8 @@ def test_trains_resumes_and_samples(mode, loaded, tmp_path, monkeypatch, capsys)
 
 def test_compare_on_bpe(loaded, tmp_path, monkeypatch, capsys, root):
     """ The comparison, too, takes such a text. """
-    from experiments import loss, runs
-    for module in (loss, runs):
-        monkeypatch.setattr(module, 'load', lambda name: prepare.load(name, root=root))
+    from experiments import runs
+    monkeypatch.setattr(runs, 'load', lambda name: prepare.load(name, root=root))
     monkeypatch.setattr('experiments.depth.Data', train.Data)
     compare.main(['config/compare_cpu.toml', *KEYS, '--max_iters=2', '--timing_rounds=0', '--noise=false',
                   '--workers=1', '--modes=standard,block', '--json', f'--out_dir={tmp_path}'])
