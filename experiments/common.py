@@ -12,32 +12,43 @@ from model import RESIDUALS
 
 
 def mode_keys(modes):
-    """ 'full,block:4' -> {'full': {'residual': 'full'}, 'block:4': {'residual': 'block', 'residual_blocks': 4}} """
+    """ The settings of each mode: of 'full,block:4' {'full': {'residual': 'full'},
+    'block:4': {'residual': 'block', 'residual_blocks': 4}}.
+    """
     out = {}
-    for mode in modes.split(','):
-        rule, colon, n = mode.strip().partition(':')
-        if mode.strip() in out:
-            raise ValueError(f'modes={modes!r}: must name {mode.strip()!r} only once')
-        if rule not in RESIDUALS or (colon and (rule != 'block' or not n.isdecimal())):
-            raise ValueError(f'modes={modes!r}: {mode!r} is none of {", ".join(RESIDUALS)}, block:N')
-        out[mode.strip()] = {'residual': rule} | ({'residual_blocks': int(n)} if n else {})
+    for label in (mode.strip() for mode in modes.split(',')):
+        rule, colon, number = label.partition(':')
+        if label in out:
+            raise ValueError(f'modes={modes!r}: must name {label!r} only once')
+        if rule not in RESIDUALS or (colon and (rule != 'block' or not number.isdecimal())):
+            known = ', '.join(RESIDUALS)
+            raise ValueError(f'modes={modes!r}: {label!r} is none of {known}, block:N')
+        out[label] = {'residual': rule}
+        if number:
+            out[label]['residual_blocks'] = int(number)
     return out
 
 
 def preset(argv, name):
-    """ argv with the settings of name that fit this machine, unless it names a TOML file itself. """
+    """ argv after the TOML file `name` that fits this machine, unless argv names one itself. """
     if any(a.endswith('.toml') or a.startswith('--config') for a in argv):
         return argv
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     gpu = torch.cuda.is_available() and '--device=cpu' not in argv
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return [os.path.join(here, 'config', f'{name}_{"gpu" if gpu else "cpu"}.toml'), *argv]
 
 
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 97.5 %, 1 to 9 (and more) degrees
+# -----------------------------------------------------------------------------
+# Statistics.
+
+# Student's t: a 95 % interval of a mean of n differences is their standard error times T95[n - 2].
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 def student(degrees):
-    """ Student's t that 97.5 % lie below; beyond 9 degrees of freedom that of 9. """
+    """ Student's t that 97.5 % lie below. Beyond 9 degrees of freedom it is that of 9, a little
+    too wide.
+    """
     return T95[min(degrees, len(T95)) - 1]
 
 
@@ -51,8 +62,12 @@ def paired(values, base):
 
 def signed(difference, half):
     """ What paired found, as text. """
-    return f'{difference:+.4f}' + (f' +- {half:.4f}' if half is not None else '')
+    text = f'{difference:+.4f}'
+    return text if half is None else f'{text} +- {half:.4f}'
 
+
+# -----------------------------------------------------------------------------
+# Results and where they are from.
 
 def write_json(path, value):
     """ Writes value whole or not at all; ValueError if it cannot be written. """
@@ -62,24 +77,34 @@ def write_json(path, value):
         raise ValueError(f'{path}: could not be written ({e.strerror})') from e
 
 
+def git(*command):
+    here = os.path.dirname(os.path.abspath(__file__))
+    run = subprocess.run(['git', '-C', here, *command], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
 def commit():
     """ The checkout's commit, '+' if its code or settings have changes, or None outside git. """
     try:
-        where = os.path.dirname(os.path.abspath(__file__))
-        out = [subprocess.run(['git', '-C', where, *c], capture_output=True, text=True, check=True).stdout.strip()
-               for c in (['rev-parse', '--short', 'HEAD'], ['diff', 'HEAD', '--name-only', '--', '*.py', '*.toml'])]
-        return out[0] + ('+' if out[1] else '')
+        changed = git('diff', 'HEAD', '--name-only', '--', '*.py', '*.toml')
+        return git('rev-parse', '--short', 'HEAD') + ('+' if changed else '')
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def environment(device):
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else \
-        f'{device.type}, {os.cpu_count()} cores, threads: {torch.get_num_threads()}'
+    if device.type == 'cuda':
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f'{device.type}, {os.cpu_count()} cores, threads: {torch.get_num_threads()}'
     return {'torch': torch.__version__, 'device': name, 'commit': commit()}
 
 
 def table(rows):
     """ Rows of strings as aligned text, the first column left, the others right. """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return '\n'.join('  '.join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows)
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append('  '.join(cells))
+    return '\n'.join(lines)

@@ -1,8 +1,10 @@
 """
-What a GPU alone can tell: microseconds of each Triton kernel against its byte floor, and other packages' kernels.
+What a GPU alone can tell: the time of each Triton kernel against its byte floor, and the kernels of
+other packages.
 
-The floor of a launch is the time that a plain copy on the same card takes for the bytes that the launch reads and
-writes. At small sizes part of them stays in the card's cache, and a kernel may fall below it.
+The floor of a launch is the time that a plain copy on the same card takes for the bytes that the
+launch reads and writes. At small sizes part of them stays in the card's cache, and a kernel may
+fall below it.
 """
 from dataclasses import replace
 from importlib import import_module
@@ -27,7 +29,7 @@ def copy_speed(device, megabytes=1024, rounds=20):
 def against_floor(launches, spent, speed):
     """ {op: us per launch, floor in us, floor / time}
 
-    launches: (kernel, bytes) of each; spent: {kernel: (launches, total us)}; speed: bytes per second.
+    launches: (kernel, bytes) of each; spent: {kernel: (launches, total us)}; speed: bytes a second.
     """
     out = {}
     for op, kernel in LAUNCHES.items():
@@ -37,7 +39,8 @@ def against_floor(launches, spent, speed):
             if count != len(sizes):
                 raise RuntimeError(f'{kernel}: {count} launches on the card, {len(sizes)} counted')
             floor = 1e6 * sum(sizes) / speed
-            out[op] = {'launches': count, 'us': us / count, 'floor_us': floor / count, 'of_floor': floor / us}
+            out[op] = {'launches': count, 'us': us / count, 'floor_us': floor / count,
+                       'of_floor': floor / us}
     return out
 
 
@@ -55,7 +58,8 @@ def kernel_times(config, batch_size, device, dtype, speed, passes=5):
         for _ in range(passes):
             bench.loss().backward()
         torch.cuda.synchronize(device)
-    spent = {e.key: (e.count, e.self_device_time_total) for e in seen.key_averages() if e.key in LAUNCHES.values()}
+    spent = {e.key: (e.count, e.self_device_time_total) for e in seen.key_averages()
+             if e.key in LAUNCHES.values()}
     return against_floor(launches * passes, spent, speed)
 
 
@@ -71,7 +75,7 @@ def call_fast_attnres(f, w, v, eps):
     return f(v, w, eps=eps)
 
 
-# name -> module, function, how to call it. w (D,) is query * key gain, v a list of sources (..., D).
+# name -> module, function, how to call it. w (D,): query * key gain; v: a list of sources (..., D).
 # flash-attn-res owns the whole forward pass and takes no sublayers: it cannot stand beside these.
 PEERS = {'fla': ('fla.ops.attnres', 'fused_attnres', call_fla),
          'liger': ('liger_kernel.transformers.functional', 'liger_attn_res', call_liger),

@@ -1,12 +1,13 @@
 """
-Shows what the sublayers of trained models read: the depth-mixing matrix M and the dynamics by depth.
+Shows what the sublayers of trained models read: the depth-mixing matrix M, the dynamics by depth.
 
     python compare.py depth CHECKPOINT_DIR [CHECKPOINT_DIR ... --out=FOLDER]
 
 h_l = sum_i M_li v_i for each token. Row l of M is the read of sublayer l, the last row is the
 output's. Column 0 is the embedding, column i + 1 is the output of sublayer i. With its weights and
-gates held fixed every rule but ddl is linear in these sources, so M is measured: the rule runs again
-with the weights it had and with unit vectors as sources. M counts only if M v is what was read.
+gates held fixed every rule but ddl is linear in these sources. So M is measured: the rule runs
+again with the weights it had and with unit vectors as sources. M counts only if M v is what was
+read.
 """
 import math
 import os
@@ -20,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 import baselines  # noqa: F401 - importing it registers its rules, so that their checkpoints load
 import config as configuration
+from config.machine import pick_device
+from data.batches import Data
 from experiments import pictures
 from experiments.common import environment, table, write_json
 from model import GPT, Sources
-from train import Data, pick_device, read_run
+from train import read_run
 
 GATES = 'softmax', 'sigmoid', 'tanh', 'exp'
 LEGEND = """Mean weights over validation tokens: in attention's reads / in the MLPs' reads.
@@ -32,7 +35,7 @@ sd: of a weight over the tokens. entropy: as a share of that of equal weights.""
 
 @dataclass
 class DepthConfig:
-    out: str = ''  # folder for depth.json, depth.png and dynamics.png; by default that of the only checkpoint
+    out: str = ''  # folder for what is written; by default that of the only checkpoint
     batch_size: int = 4  # sequences in a batch
     eval_iters: int = 16  # batches, spread evenly over the validation text; 0: all of it
     device: str = 'auto'  # auto | cpu | cuda | cuda:N | mps
@@ -74,7 +77,7 @@ def recorded_weights(rule, alphas):
 
 
 class Gates(TorchFunctionMode):
-    """ Notes what every gate returns; given noted ones, it returns these instead of computing them. """
+    """ Notes what every gate returns; given noted ones, it returns these instead. """
     def __init__(self, noted=None):
         super().__init__()
         self.noted, self.held = [], noted and iter(noted)
@@ -88,7 +91,7 @@ class Gates(TorchFunctionMode):
 
 
 def reads(rule, v):
-    """ What the L sublayers and the output read if the sources are v, (L + 1, B, T, D) -> the same shape. """
+    """ What the L sublayers and the output read if the sources are v; both (L + 1, B, T, D). """
     h = []
 
     def sublayer(y):
@@ -103,7 +106,10 @@ def reads(rule, v):
 
 @torch.no_grad()
 def mixing(rule, seen):
-    """ M (L + 1 reads, L + 1 sources, B, T) of the pass that was seen; None if no read is a weighted sum. """
+    """ M (L + 1 reads, L + 1 sources, B, T) of the pass that was seen.
+
+    None if reads are no weighted sums of the sources.
+    """
     v, h = torch.stack(seen.sources).detach(), torch.stack(seen.reads).detach()
     alphas, noted = dict(seen.alphas), None
     if not alphas:
@@ -111,11 +117,11 @@ def mixing(rule, seen):
             reads(rule, v)
         noted = gates.noted
     M = v.new_zeros(len(v), *v.shape[:-1])
-    for some in torch.arange(len(v)).split(v.size(-1)):  # as many sources at a time as there are channels
+    for some in torch.arange(len(v)).split(v.size(-1)):  # a channel for each source
         unit = torch.zeros_like(v)
         unit[some, ..., torch.arange(len(some))] = 1
         with recorded_weights(rule, alphas) if alphas else Gates(noted):
-            found = reads(rule, unit)  # (L + 1, B, T, D): channel i tells the weight of source some[i]
+            found = reads(rule, unit)  # channel i tells the weight of source some[i]
         M[:, some] = found[..., :len(some)].movedim(-1, 1)
     error = (torch.einsum('lsbt,sbtd->lbtd', M, v) - h).norm() / h.norm()
     return M if error < 1e-4 else None
@@ -127,8 +133,8 @@ def mixing(rule, seen):
 def watch(model):
     """ An object whose lists every forward pass fills anew, whatever kernel runs.
 
-    sources: the embedding and y_0 .. y_{L-1}. reads: h_0 .. h_L. alphas: (l, alpha) of each read of an
-    AttnRes rule, none of another.
+    sources: the embedding and y_0 .. y_{L-1}. reads: h_0 .. h_L. alphas: (l, alpha) of each read of
+    an AttnRes rule, none of another.
     """
     seen = SimpleNamespace(sources=[], reads=[], alphas=[])
 
@@ -162,12 +168,12 @@ def wide(x):
 
 
 def observe(model, batches):
-    """ Means over the tokens of batches, lists by depth; matrix and entropy are None if the rule has none.
+    """ Means over the tokens of batches, lists by depth; matrix and entropy may be None.
 
     matrix, spread: M and the standard deviation of its entries over tokens. entropy: of a read's
     weights, in nats; most: that of equal ones. output, read: rms of y_l, of h_l. gradient: rms of
-    d(summed loss) / dy_l. stream: rms of the sum that y_l went into; in AttnRes that of its residual
-    block so far, in other rules what is read next.
+    d(summed loss) / dy_l. stream: rms of the sum that y_l went into: in AttnRes its residual block
+    so far, in other rules what is read next.
     """
     S = getattr(model.residual, 'S', None)
     seen, weighted = watch(model), []
@@ -179,7 +185,8 @@ def observe(model, batches):
         if S:
             stream = [sum(v[1 + l - l % S:l + 2]) for l in range(len(gradients))]
         means = {}
-        for key, xs in (('output', v[1:]), ('read', h), ('stream', stream), ('gradient', gradients)):
+        parts = {'output': v[1:], 'read': h, 'stream': stream, 'gradient': gradients}
+        for key, xs in parts.items():
             means[key] = torch.stack([wide(x).square().mean() for x in xs])
         M = mixing(model.residual, seen)
         if M is not None:
@@ -198,7 +205,7 @@ def observe(model, batches):
 
 
 def matrix_means(M, S):
-    """ Means over the tokens of M (L + 1, L + 1, tokens): of it, of its square, of the entropy of its rows. """
+    """ Means over the tokens of M (L + 1, L + 1, tokens), of its square, of its rows' entropy. """
     p = M[:, [0, *range(1, len(M), S)]]  # the weight of a residual block counts once
     entropy = -torch.xlogy(p, p).sum(1).mean(-1)
     if not ((p.sum(1) - 1).abs() < 1e-4).all():
@@ -223,7 +230,7 @@ def examine(folder, cfg, device):
 
 
 def by_kind(values):
-    """ The mean over attention's reads / over the MLPs'. The first read and the output's are left out. """
+    """ The mean over attention's reads / over the MLPs'; not of the first and the output's. """
     parts = values[2:-1:2], values[1:-1:2]
     return ' / '.join(f'{fmean(part):.3f}' for part in parts if part) or 'none'
 
@@ -242,7 +249,7 @@ def cells(modes):
 
 
 def show(folders, cfg, out, command):
-    """ Examines the checkpoints in folders, {label or number: folder}; a table, depth.json and pictures. """
+    """ Examines the checkpoints in folders, {label or number: folder}: table, JSON, pictures. """
     device, modes = pick_device(cfg.device), {}
     for name, folder in folders.items():
         label, m = examine(folder, cfg, device)
@@ -264,13 +271,16 @@ def show(folders, cfg, out, command):
 def main(argv):
     folders = [a for a in argv if not a.startswith('-') and not a.endswith('.toml')]
     keys = [a for a in argv if a not in folders]
-    cfg = configuration.build(DepthConfig, configuration.parse(DepthConfig, keys, __doc__.split('\n\n')[0]))
+    intro = __doc__.split('\n\n')[0]
+    values = configuration.parse(DepthConfig, keys, intro, 'compare.py depth DIR [DIR ...]')
+    cfg = configuration.build(DepthConfig, values)
     folders = [configuration.expand(folder) for folder in folders]
     if len(folders) != 1 and not (folders and cfg.out):
-        raise ValueError(f'{len(folders)} CHECKPOINT_DIRs: must be one, or several and --out=FOLDER')
-    out = cfg.out or folders[0]
+        n = len(folders)
+        raise ValueError(f'{n} CHECKPOINT_DIRs: must be one, or several and --out=FOLDER')
+    out, command = cfg.out or folders[0], ' '.join(['python compare.py depth', *argv])
     try:
-        data = show(dict(enumerate(folders)), cfg, out, ' '.join(['python compare.py depth', *argv]))
+        data = show(dict(enumerate(folders)), cfg, out, command)
     except OSError as e:
         configuration.fail(f'out={cfg.out!r}: must be a writable folder ({e.strerror})')
     print(f'\nwrote depth.json, depth.png and dynamics.png into {out}')

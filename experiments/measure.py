@@ -1,8 +1,8 @@
 """
 Cost of a model: time of a training step and bytes kept for the backward pass, compared fairly.
 
-Machines drift, so nothing is timed alone: the candidates take turns in one process (A B C A B C ...), the figure is the
-median, and a ratio is the median of the ratios within a round.
+Machines drift, so nothing is timed alone: the candidates take turns in one process, A B C A B C.
+The figure is the median, and a ratio is the median of the ratios within a round.
 """
 import statistics
 import time
@@ -17,7 +17,7 @@ from model import GPT
 
 
 class Bench:
-    """ One candidate: a model with its optimiser and one fixed batch; step() is a whole training step. """
+    """ One candidate: a model with its optimiser and one batch; step() is a training step. """
     def __init__(self, config, batch_size, device, dtype=torch.float32, compiled=False, seed=1337):
         torch.manual_seed(seed)
         self.device, self.dtype = device, dtype
@@ -27,8 +27,10 @@ class Bench:
         self.idx = torch.randint(0, config.vocab_size, (batch_size, config.n_ctx), device=device)
 
     def loss(self):
-        on = self.dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.dtype) if on else nullcontext():
+        autocast = nullcontext()
+        if self.dtype != torch.float32:
+            autocast = torch.autocast(self.device.type, dtype=self.dtype)
+        with autocast:
             return self.run(self.idx, self.idx)[1]
 
     def step(self):
@@ -89,11 +91,15 @@ class Created(TorchDispatchMode):
     def alive(self, but):
         """ Bytes alive, tensors in `but` apart. """
         known = {t.untyped_storage()._cdata for t in but}
-        return sum(n for ref, n in self.storages.values() if not ref.expired() and ref.cdata not in known)
+        alive = [(ref, n) for ref, n in self.storages.values() if not ref.expired()]
+        return sum(n for ref, n in alive if ref.cdata not in known)
 
 
 def alive_bytes(bench):
-    """ Bytes made by the forward pass that live on until the backward pass, whoever holds them. Eager models only. """
+    """ Bytes made by the forward pass that live on until the backward pass, whoever holds them.
+
+    For eager models only.
+    """
     bench.model.zero_grad(set_to_none=True)
     with Created() as created:
         loss = bench.loss()
@@ -103,8 +109,11 @@ def alive_bytes(bench):
 def peak_bytes(bench):
     """ CUDA: the most bytes allocated during a training step. """
     torch.cuda.synchronize(bench.device)
-    before = torch.cuda.memory_allocated(bench.device)  # of all benches: what is this one's own is added again
+    before = torch.cuda.memory_allocated(bench.device)  # of all benches, this one's own among it
     torch.cuda.reset_peak_memory_stats(bench.device)
     bench.step()
-    own = [*bench.model.parameters(), *(t for state in bench.optimizer.state.values() for t in state.values())]
-    return torch.cuda.max_memory_allocated(bench.device) - before + sum(t.nbytes for t in own)
+    own = [*bench.model.parameters()]
+    for state in bench.optimizer.state.values():
+        own += state.values()
+    most = torch.cuda.max_memory_allocated(bench.device)
+    return most - before + sum(t.nbytes for t in own)

@@ -18,10 +18,10 @@ def duration(seconds):
 
 
 class Progress:
-    """ Shows how far all runs are together: the steps taken, the time left, the losses of the runs under way.
+    """ Shows how far all runs are together: steps, time left, the losses of those under way.
 
-    In a terminal that is a bar, in a log a line every half minute.
-    runs: {name: (steps to take, seconds that they are expected to take)}; workers: runs at the same time.
+    In a terminal that is a bar, in a log a line every half minute. runs: {name: (steps to take,
+    seconds that they are expected to take)}; workers: the number of runs at the same time.
     """
     def __init__(self, runs, workers):
         self.runs, self.workers = runs, workers
@@ -76,9 +76,11 @@ class Progress:
 
     def show(self, steps):
         """ Moves the bar on by steps; without one, prints a line if the last is old enough. """
-        losses = ', '.join(f'{name} {loss:.3f}' for name, loss in self.losses.items())
         state = (f'{sum(self.taken.values()):,} of {self.steps:,} steps, '
-                 f'about {duration(self.seconds_left())} left; loss: {losses}')
+                 f'about {duration(self.seconds_left())} left')
+        if self.losses:
+            losses = [f'{name} {loss:.3f}' for name, loss in self.losses.items()]
+            state += '; loss: ' + ', '.join(losses)
         if not self.bar.disable:
             self.bar.set_postfix_str(state, refresh=False)
             self.bar.update(steps)

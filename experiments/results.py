@@ -1,16 +1,16 @@
 """
 Writes RESULTS.md: everything measured, from the JSON in assets/, and draws its pictures.
 
-    python compare.py results                        writes the page and the pictures anew
-    python compare.py results --check                writes nothing; exit code 1 if the page is out of date
-    python compare.py results --rerun --only=rates   first trains everything behind that part anew
+    python compare.py results                        writes the page, draws the pictures
+    python compare.py results --check                exit code 1 if the page is out of date
+    python compare.py results --rerun --only=rates   first trains all behind that part anew
 
-The words between the two marks of HAND are written by hand and kept as they are.
+assets/results.toml lists the parts. The words above the second of the two marks in HAND are written
+by hand and kept as they are.
 """
 import json
 import os
 import shutil
-import sys
 import tomllib
 from dataclasses import dataclass
 from importlib import import_module
@@ -33,8 +33,8 @@ PARTS = tomllib.loads((ROOT / 'assets' / 'results.toml').read_text(encoding='utf
 @dataclass
 class ResultsConfig:
     check: bool = False  # write nothing; exit code 1 if RESULTS.md is out of date
-    rerun: bool = False  # first train and time everything anew: hours; goes on where it was stopped
-    only: str = ''  # of --rerun: names of the parts to run, separated by commas; by default all
+    rerun: bool = False  # first train and time everything anew, from where it was stopped: hours
+    only: str = ''  # of --rerun: the parts to run, separated by commas; by default all
 
     def __post_init__(self):
         check = configuration.checker(self)
@@ -69,9 +69,10 @@ def picture(name, alt):
 
 def setting(c):
     tokens = c['batch_size'] * c['gradient_accumulation_steps'] * c['n_ctx']
-    return (f'{c["dataset"]}, {c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}, '
-            f'{c["max_iters"]} steps of {tokens:,} tokens, warm-up {c["warmup_iters"]}, learning rate '
-            f'{c["learning_rate"]:g}, beta2 {c["beta2"]:g}; {c["seeds"]} paired seeds, 95 % intervals.')
+    return (f'{c["dataset"]}, {c["n_layer"]} transformer blocks of width {c["n_embd"]}, '
+            f'context {c["n_ctx"]}, {c["max_iters"]} steps of {tokens:,} tokens, '
+            f'warm-up {c["warmup_iters"]}, learning rate {c["learning_rate"]:g}, '
+            f'beta2 {c["beta2"]:g}; {c["seeds"]} paired seeds, 95 % intervals.')
 
 
 def show_loss(name, data):
@@ -85,19 +86,19 @@ def show_dots(name, data):
 
 
 def show_sweep(name, data):
-    return [setting(data['config']), markdown(sweep.cells(data, full=True)), bullets(sweep.verdicts(data)),
-            picture(name, 'final loss by setting')]
+    return [setting(data['config']), markdown(sweep.cells(data, full=True)),
+            bullets(sweep.verdicts(data)), picture(name, 'final loss by setting')]
 
 
 def show_scaling(name, data):
-    return [setting(data['config']), markdown(scaling.cells(data)), bullets(scaling.verdicts(data)),
-            picture(name, 'loss over compute')]
+    return [setting(data['config']), markdown(scaling.cells(data)),
+            bullets(scaling.verdicts(data)), picture(name, 'loss over compute')]
 
 
 def show_speed(name, data):
     c = data['config']
-    head = (f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}, batch {c["batch_size"]}; '
-            f'threads: {data["threads"]}.')
+    head = (f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}, '
+            f'batch {c["batch_size"]}; threads: {data["threads"]}.')
     return [head, markdown(cost.cells(data['rows']))]
 
 
@@ -107,19 +108,20 @@ def show_traffic(name, data):
 
 def show_depth(name, data):
     return [markdown(depth.cells(data['modes'])), picture('depth', 'depth-mixing matrices'),
-            'Magnitude and gradient along depth:', picture('dynamics', 'magnitude and gradient along depth')]
+            'Magnitude and gradient along depth:',
+            picture('dynamics', 'magnitude and gradient along depth')]
 
 
 def show_start(name, data):
     return [picture(name, 'the first steps of training')]
 
 
-SHOW = {'loss': show_loss, 'dots': show_dots, 'sweep': show_sweep, 'scaling': show_scaling, 'speed': show_speed,
-        'traffic': show_traffic, 'depth': show_depth, 'start': show_start}  # of each kind of part
+SHOW = {'loss': show_loss, 'dots': show_dots, 'sweep': show_sweep, 'scaling': show_scaling,
+        'speed': show_speed, 'traffic': show_traffic, 'depth': show_depth, 'start': show_start}
 
 
 def render(text):
-    """ RESULTS.md made anew: what is written by hand in text, then each part that has been measured. """
+    """ RESULTS.md made anew: the words by hand in text, then each part that has been measured. """
     begin, end = HAND
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f'RESULTS.md: must have one {begin} and one {end}')
@@ -129,14 +131,16 @@ def render(text):
         if data:
             commit = (data['commit'] or 'unknown').replace('+', ' with changes')
             pieces += [f'## {part["title"]}', part['caption'], *SHOW[part['kind']](name, data),
-                       f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}, commit {commit}.']
+                       f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}, '
+                       f'commit {commit}.']
     return '\n\n'.join(pieces) + '\n'
 
 
 # -----------------------------------------------------------------------------
 # The pictures.
 
-DRAW = {'loss': pictures.loss, 'sweep': pictures.sweep, 'scaling': pictures.scaling, 'start': pictures.start}
+DRAW = {'loss': pictures.loss, 'sweep': pictures.sweep, 'scaling': pictures.scaling,
+        'start': pictures.start}
 
 
 def draw():
@@ -157,6 +161,10 @@ def draw():
 # -----------------------------------------------------------------------------
 # Measuring anew.
 
+# Of a kind of part: the verb that makes it, and what it writes. Others are made by loss.
+VERBS = {'sweep': ('sweep', 'sweep.json'), 'scaling': ('scaling', 'scaling.json')}
+
+
 def rerun(names):
     """ Runs what stands behind the parts and copies its results to assets/. """
     if any('--dataset=enwik8' in PARTS[name]['argv'] for name in names):
@@ -170,7 +178,7 @@ def rerun(names):
         elif kind == 'speed':
             cost.main([*argv, f'--out=assets/{name}.json'])
         else:
-            verb, file = (kind, f'{kind}.json') if kind in ('sweep', 'scaling') else ('loss', 'results.json')
+            verb, file = VERBS.get(kind, ('loss', 'results.json'))
             import_module(f'experiments.{verb}').main([*argv, f'--out_dir={out}'])
             shutil.copy(out / file, assets / f'{name}.json')
         if name == 'shakespeare':
@@ -178,17 +186,22 @@ def rerun(names):
 
 
 def traffic():
-    """ u of a step of GPT-2 124M. Standard, for each sublayer: an addition fused with the norm after it reads two
-    and writes two, its backward as well; then the final norm.
+    """ u of a step of GPT-2 124M.
+
+    Standard, for each sublayer: an addition fused with the norm after it reads two and writes two,
+    its backward as well. Then the final norm.
     """
     u = {'standard': 8 * 2 * model.GPTConfig.n_layer + 5}
     for label, keys in mode_keys('full,block:8').items():
         u[label] = round(cost.traffic(model.GPTConfig(**keys, bias=False)))
-    return {'command': 'python compare.py results --rerun --only=traffic', **environment(torch.device('cpu')), 'u': u}
+    command = 'python compare.py results --rerun --only=traffic'
+    return {'command': command, **environment(torch.device('cpu')), 'u': u}
 
 
 def main(argv):
-    cfg = configuration.build(ResultsConfig, configuration.parse(ResultsConfig, argv, __doc__.split('\n\n')[0]))
+    intro = __doc__.split('\n\n')[0]
+    values = configuration.parse(ResultsConfig, argv, intro, 'compare.py results')
+    cfg = configuration.build(ResultsConfig, values)
     path = ROOT / 'RESULTS.md'
     if cfg.rerun:
         os.chdir(ROOT)
@@ -196,8 +209,10 @@ def main(argv):
     old = path.read_text(encoding='utf-8')
     new = render(old)
     if cfg.check:
-        print('RESULTS.md is ' + ('up to date' if old == new else 'out of date: python compare.py results'))
-        sys.exit(0 if old == new else 1)
+        if old != new:
+            raise RuntimeError('RESULTS.md is out of date: python compare.py results writes it')
+        print('RESULTS.md is up to date')
+        return
     path.write_text(new, encoding='utf-8')
     draw()
     print('wrote RESULTS.md and the pictures in assets/')

@@ -1,13 +1,14 @@
 """
-Trains the residual rules on a ladder of sizes and fits loss = A C^-alpha to each: how much compute does a rule save?
+Trains the residual rules on a ladder of sizes and fits loss = A C^-alpha to each.
 
-    python compare.py scaling                       a ladder of small networks on a CPU, of larger ones on CUDA
+    python compare.py scaling          small networks on a CPU, larger ones on CUDA
     python compare.py scaling config/scaling_cpu.toml --sizes=4,6,8 --seeds=3
 
-One dial makes a network: n transformer blocks of width aspect * n. Steps grow with n and the learning rate falls with
-1 / n, from those of the smallest. C = 6 * parameters (embeddings apart) * tokens, in floating-point operations (as in
-the paper without the cost of the rule itself). C'/C: the compute that the standard residual would need for the loss of
-a rule at the largest C, by the fits.
+One dial makes a network: n transformer blocks of width aspect * n. Steps grow with n and the
+learning rate falls with 1 / n, from those of the smallest. C = 6 * parameters (embeddings apart) *
+tokens, in floating-point operations; as in the paper it leaves out the cost of the rule itself.
+C'/C: the compute that the standard residual would need, by its fit, for the loss that a rule's fit
+reaches at the largest C.
 """
 from dataclasses import dataclass
 
@@ -26,18 +27,21 @@ DAY = 8.64e19  # floating-point operations of a petaflop/s-day
 class ScalingConfig(RunsConfig):
     sizes: str = '4,6,8,10'  # numbers of transformer blocks, even, growing
     aspect: int = 16  # width for each transformer block; heads are 32 wide
-    max_iters: int = 600  # steps of the smallest network; larger ones take more in proportion to n
-    learning_rate: float = 4e-3  # of the smallest network; larger ones take less in proportion to 1 / n
+    max_iters: int = 600  # steps of the smallest network; larger ones take n times as many
+    learning_rate: float = 4e-3  # of the smallest network; larger ones take 1 / n of it
     seeds: int = 3  # paired runs of each mode and size
 
     def __post_init__(self):
         super().__post_init__()
         check = configuration.checker(self)
-        numbers = [int(n) if n.strip().isdecimal() and len(n) < 5 else 0 for n in self.sizes.split(',')]
-        check('sizes', len(numbers) > 1 and all(n > 0 and n % 2 == 0 for n in numbers)
-              and sorted(set(numbers)) == numbers, 'two or more even numbers, growing, for example 4,6,8')
+        texts = [text.strip() for text in self.sizes.split(',')]
+        numbers = [int(text) for text in texts if text.isdecimal() and len(text) < 5]
+        growing = numbers == sorted(set(numbers)) and len(numbers) == len(texts) > 1
+        even = all(n > 0 and n % 2 == 0 for n in numbers)
+        check('sizes', growing and even, 'two or more even numbers, growing, for example 4,6,8')
         check('max_iters', self.max_iters > 0, '1 or more')
-        check('aspect', self.aspect > 0 and self.aspect % 16 == 0, 'a multiple of 16: heads are 32 wide')
+        wide = self.aspect > 0 and self.aspect % 16 == 0
+        check('aspect', wide, 'a multiple of 16: heads are 32 wide')
         self.ladder = {n: self.rung(n, numbers[0]) for n in numbers}
         for keys in self.ladder.values():
             self.mode_configs(**keys)
@@ -45,8 +49,9 @@ class ScalingConfig(RunsConfig):
     def rung(self, n, first):
         """ The settings of the network with n transformer blocks. """
         steps, width = round(self.max_iters * n / first), self.aspect * n
-        return dict(n_layer=n, n_embd=width, n_head=width // 32, max_iters=steps, eval_interval=max(1, steps // 4),
-                    learning_rate=self.learning_rate * first / n, min_lr=self.min_lr * first / n)
+        return {'n_layer': n, 'n_embd': width, 'n_head': width // 32,
+                'max_iters': steps, 'eval_interval': max(1, steps // 4),
+                'learning_rate': self.learning_rate * first / n, 'min_lr': self.min_lr * first / n}
 
     def compute(self, n):
         """ Floating-point operations of a run. """
@@ -63,34 +68,34 @@ def fit(C, loss):
 
 
 def advantage(C, base, loss):
-    """ C'/C at the largest C: the base's fit needs C' for the loss that the other fit reaches with C; (..., sizes)
-
-    nan where more compute does not help the base: there is no C'.
-    """
+    """ C'/C at the largest C, of losses (..., sizes). nan: more compute does not help the base. """
     (A, alpha), (A_other, alpha_other) = fit(C, base), fit(C, loss)
     alpha = np.where(alpha > 0, alpha, np.nan)
     return (A / (A_other * C[-1] ** -alpha_other)) ** (1 / alpha) / C[-1]
 
 
 def interval(C, base, loss, seed=0):
-    """ 95 % interval of advantage by bootstrap; base, loss: (sizes, seeds), paired. None if it has no end, or one seed.
+    """ 95 % interval of advantage by bootstrap; base, loss: (sizes, seeds), paired.
 
-    A few seeds a size are too few to draw from, so the deviations of all sizes are pooled, pairs kept, and each size's
-    mean is drawn anew from the pool. A draw in which more compute does not help the base has no C': no end. What is in
-    it is the noise between seeds, not how well a power law fits.
+    A few seeds a size are too few to draw from. So the deviations of all sizes are pooled, pairs
+    kept, and each size's mean is drawn anew from the pool. Where more compute does not help the
+    drawn base there is no C', and the interval has no end: None, as for one seed. The interval
+    shows the noise between seeds, not how well a power law fits.
     """
     both = np.stack((base, loss), -1)  # (sizes, seeds, 2)
     sizes, seeds, _ = both.shape
     if seeds < 2:
         return None
     means = both.mean(1)
-    pool = (both - means[:, None]).reshape(-1, 2) * (seeds / (seeds - 1)) ** 0.5  # around the mean of few: too small
-    pool *= student(sizes * (seeds - 1)) / 1.96  # and few
+    pool = (both - means[:, None]).reshape(-1, 2)
+    pool *= (seeds / (seeds - 1)) ** 0.5  # deviations from the mean of few are too small
+    pool *= student(sizes * (seeds - 1)) / 1.96  # and there are few
     draws = np.random.default_rng(seed).integers(len(pool), size=(RESAMPLES, sizes, seeds))
     drawn = means + pool[draws].mean(2)  # (RESAMPLES, sizes, 2)
     with np.errstate(all='ignore'):
         found = advantage(C, drawn[..., 0], drawn[..., 1])
-    low, high = np.percentile(np.where(np.isfinite(found), found, np.inf), [2.5, 97.5], method='nearest').tolist()
+    endless = np.where(np.isfinite(found), found, np.inf)
+    low, high = np.percentile(endless, [2.5, 97.5], method='nearest').tolist()
     return [low, high] if np.isfinite(high) else None
 
 
@@ -109,21 +114,26 @@ def analyse(C, loss, base):
 
 
 def verdicts(data):
-    """ One sentence on each mode's fit and compute advantage, and what was measured at the largest C. """
-    out, base = [], data['base']
+    """ A sentence a mode: its fit, its compute advantage, what was measured at the largest C. """
+    lines, base = [], data['base']
     for label, m in data['fits'].items():
-        text = f'{label}: loss = {m["A"]:.3f} C^{-m["alpha"]:.4f} (C in PFLOP/s-days)'
+        text = f'{label}: loss = {m["A"]:.3f} C^-{m["alpha"]:.4f} (C in PFLOP/s-days)'
         if 'advantage' in m:
-            text += "; C'/C = " + ('none' if m['advantage'] is None else f'{m["advantage"]:.2f}')
-            if m['interval'] is None:
-                text += ' without an interval (one seed, or fits too flat), not resolved'
-            else:
-                low, high = m['interval']
-                text += f' (95 %: {low:.2f} to {high:.2f})' + ('' if low > 1 or high < 1 else ', not resolved')
             last, of_base = data['final_loss'][label][-1], data['final_loss'][base][-1]
-            text += f'; measured at the largest C, {label} - {base}: {signed(*paired(last, of_base))}'
-        out.append(text)
-    return out
+            measured = signed(*paired(last, of_base))
+            text += f"; C'/C = {advantage_in_words(m)}"
+            text += f'; measured at the largest C, {label} - {base}: {measured}'
+        lines.append(text)
+    return lines
+
+
+def advantage_in_words(m):
+    text = 'none' if m['advantage'] is None else f'{m["advantage"]:.2f}'
+    if m['interval'] is None:
+        return text + ' without an interval (one seed, or fits too flat), not resolved'
+    low, high = m['interval']
+    text += f' (95 %: {low:.2f} to {high:.2f})'
+    return text if low > 1 or high < 1 else text + ', not resolved'
 
 
 def cells(data):
@@ -141,6 +151,7 @@ def main(argv):
     C = [cfg.compute(n) / DAY for n in cfg.ladder]
     found = final_losses(cfg, cfg.ladder, '{} transformer blocks')
     loss = {label: [*by.values()] for label, by in found['final_loss'].items()}
-    data = {**heading('scaling', argv, cfg), 'ladder': {str(n): keys for n, keys in cfg.ladder.items()}, 'compute': C,
-            **found, 'final_loss': loss, 'fits': analyse(C, loss, cfg.base)}
+    ladder = {str(n): keys for n, keys in cfg.ladder.items()}
+    data = {**heading('scaling', argv, cfg), 'ladder': ladder, 'compute': C, **found,
+            'final_loss': loss, 'fits': analyse(C, loss, cfg.base)}
     return conclude('scaling', cfg, data, cells(data), verdicts(data), pictures.scaling)

@@ -20,10 +20,10 @@ import torch
 import config as configuration
 import kernels
 import triton_kernels
+from config.machine import pick_device, pick_dtype
 from experiments import cuda, measure
 from experiments.common import environment, mode_keys, table, write_json
 from model import GPT, Cache, GPTConfig
-from train import pick_device, pick_dtype
 
 SHAPES = {'A': dict(n_layer=4, n_head=4, n_embd=128, n_ctx=64, batch_size=12),
           'B': dict(n_layer=12, n_head=4, n_embd=128, n_ctx=128, batch_size=16),
@@ -36,11 +36,11 @@ SHAPES = {'A': dict(n_layer=4, n_head=4, n_embd=128, n_ctx=64, batch_size=12),
 class SpeedConfig(GPTConfig):
     vocab_size: int = 65  # rows of the embedding
     bias: bool = False  # biases in Linear and LayerNorm
-    shape: str = 'B'  # A | B | C | gpt2: sizes of the network and the batch; model keys given besides win
+    shape: str = 'B'  # A | B | C | gpt2: sizes of network and batch; model keys given win
     batch_size: int = 16  # sequences; by default the shape's
-    modes: str = 'standard,full,block:4,block:8'  # residual rules; block:N fixes the number of residual blocks
-    kernels: str = 'auto'  # of each AttnRes mode: any of auto, reference, torch, triton, separated by commas
-    rounds: int = 0  # interleaved rounds; 0: about 20 seconds for each kind of figure, at least 5 rounds
+    modes: str = 'standard,full,block:4,block:8'  # residual rules; block:N: N residual blocks
+    kernels: str = 'auto'  # of AttnRes modes: some of auto, reference, torch, triton, with commas
+    rounds: int = 0  # interleaved rounds; 0: at least 5, about 20 seconds for each kind of figure
     threads: int = 1  # CPU threads
     decode: bool = True  # measure the decoding of one token, too
     device: str = 'auto'  # auto | cpu | cuda | mps
@@ -71,7 +71,7 @@ def is_attnres(config):
 
 
 def candidates(cfg):
-    """ {label: GPTConfig}: each mode but standard with each kernel. Standard comes first: the base. """
+    """ {label: GPTConfig}: each mode but standard with each kernel. Standard, the base, first. """
     modes, out = mode_keys(cfg.modes), {}
     for label in sorted(modes, key=lambda label: label != 'standard'):
         for kernel in ['auto'] if label == 'standard' else cfg.kernels.split(','):
@@ -81,7 +81,7 @@ def candidates(cfg):
 
 
 def peer_benches(cfg, device, dtype):
-    """ {name: Bench} of the AttnRes modes with the reads of each other package that is installed. """
+    """ {name: Bench} of the AttnRes modes with the reads of each other package installed. """
     out = {}
     for label, keys in mode_keys(cfg.modes).items():
         config = cfg.gpt(**keys, kernel='reference')
@@ -151,7 +151,7 @@ def timed(functions, cfg, device, seconds=20):
 
 @contextmanager
 def counted_launches():
-    """ Triton kernels are not launched but counted: a list of the bytes that each reads and writes. """
+    """ Triton kernels are not launched but counted: a list of the bytes that each moves. """
     found, launch = [], triton_kernels._launch
     before = os.environ.get('TRITON_INTERPRET')
 
@@ -203,7 +203,8 @@ def speed(cfg):
     for name, b in benches.items():
         if not cfg.compile:
             kept = measure.alive_bytes(b)
-            rows[name]['kept'] = {'bytes': kept, 'ratio': 1.0 if name == base else kept / rows[base]['kept']['bytes']}
+            of_base = rows[base].get('kept', {'bytes': kept})['bytes']
+            rows[name]['kept'] = {'bytes': kept, 'ratio': kept / of_base}
         if device.type == 'cuda':
             rows[name]['peak'] = {'bytes': measure.peak_bytes(b)}
     if cfg.decode:
@@ -254,10 +255,11 @@ def cells(rows):
 
 
 def main(argv):
-    values = configuration.parse(SpeedConfig, argv, __doc__.split('\n\n')[0])
+    values = configuration.parse(SpeedConfig, argv, __doc__.split('\n\n')[0], 'compare.py speed')
     for key in ('residual', 'kernel'):
         if key in values:
-            configuration.fail(f'{key}={values[key]!r}: must be left out: --modes and --kernels say what to time')
+            why = '--modes and --kernels say what to time'
+            configuration.fail(f'{key}={values[key]!r}: must be left out: {why}')
     shape = values.get('shape', SpeedConfig.shape)
     shape = SHAPES.get(shape, {}) if isinstance(shape, str) else {}
     cfg = configuration.build(SpeedConfig, shape | values)
@@ -267,7 +269,8 @@ def main(argv):
     launches = kernel_cells(rows)
     if len(launches) > 1:
         print('\n' + table(launches))
-    sizes = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in ('out', 'rounds', 'kernel')}
+    unused = ('out', 'rounds', 'kernel')
+    sizes = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unused}
     machine = os.uname().machine if hasattr(os, 'uname') else ''
     out = {'command': ' '.join(['python compare.py speed', *argv]), **environment(device),
            'threads': cfg.threads, 'cpu': machine, 'config': sizes, 'rows': rows}

@@ -23,7 +23,7 @@ KEYS = {f.name: f.type for f in fields(TrainConfig) if f.name not in MAY_CHANGE_
 
 @dataclass
 class SweepConfig(RunsConfig):
-    vary: str = 'learning_rate=1e-3,2e-3,4e-3,8e-3'  # KEY=VALUE,VALUE,... or KEY,KEY=VALUE:VALUE,VALUE:VALUE,...
+    vary: str = 'learning_rate=1e-3,2e-3,4e-3,8e-3'  # KEY=A,B,... or KEY,KEY=A:X,B:Y,...
     seeds: int = 2  # paired runs of each mode and value
     goes_on = True
 
@@ -38,7 +38,8 @@ class SweepConfig(RunsConfig):
         self.points = {}  # {text of the values: the settings that it stands for}
         for text in texts:
             values = split(text, ':')
-            check('vary', len(values) == len(keys), f'{len(keys)} values joined by ":" at each point, not {text!r}')
+            joined = f'{len(keys)} values joined by ":" at each point, not {text!r}'
+            check('vary', len(values) == len(keys), joined)
             point = {key: configuration.convert(key, value, KEYS[key])
                      for key, value in zip(keys, values, strict=True)}
             if 'learning_rate' in point:
@@ -66,11 +67,15 @@ def difference(losses, base):
 
 def best_values(loss):
     """ {label: the value with the lowest mean loss} """
-    return {label: min(by, key=lambda value, by=by: average(by[value])) for label, by in loss.items()}
+    out = {}
+    for label, by_value in loss.items():
+        means = {value: average(losses) for value, losses in by_value.items()}
+        out[label] = min(means, key=means.get)
+    return out
 
 
 def cells(data, full=False):
-    """ The table: a row a mode, a column a value; in full with the spread and the difference from the base. """
+    """ The table: a row a mode, a column a value; in full with the sd and the difference. """
     loss, base = data['final_loss'], data['base']
     rows = [(f'{data["vary"].partition("=")[0]}:', *loss[base])]
     for label, by in loss.items():
@@ -87,7 +92,9 @@ def cells(data, full=False):
 
 
 def verdicts(data):
-    """ A sentence a mode: its best value, the difference from the base there, at the base's best, each at its own. """
+    """ A sentence a mode: its best value, and the difference from the base there, at the base's
+    best, and each at its own.
+    """
     loss, base, keys = data['final_loss'], data['base'], data['vary'].partition('=')[0]
     best = best_values(loss)
     ends = outermost(keys, loss[base])
@@ -101,8 +108,9 @@ def verdicts(data):
         if label != base:
             text += f'; {label} - {base} there {difference(by[own], loss[base][own])}'
         if own != theirs:
-            text += (f', at the best of {base} {difference(by[theirs], loss[base][theirs])}, each at its own best '
-                     f'{difference(by[own], loss[base][theirs])} (optimistic: chosen by these runs)')
+            text += (f', at the best of {base} {difference(by[theirs], loss[base][theirs])}, '
+                     f'each at its own best {difference(by[own], loss[base][theirs])} '
+                     '(optimistic: chosen by these runs)')
         lines.append(text)
     return lines
 
@@ -115,7 +123,8 @@ def outermost(keys, values):
 
 
 def main(argv):
-    cfg = settings(SweepConfig, argv, 'compare', __doc__.split('\n\n')[0])
+    cfg = settings(SweepConfig, argv, 'sweep', __doc__.split('\n\n')[0])
     keys = cfg.vary.partition('=')[0]
-    data = {**heading('sweep', argv, cfg), 'vary': cfg.vary, **final_losses(cfg, cfg.points, keys + ' {}')}
+    data = {**heading('sweep', argv, cfg), 'vary': cfg.vary,
+            **final_losses(cfg, cfg.points, keys + ' {}')}
     return conclude('sweep', cfg, data, cells(data), verdicts(data), pictures.sweep)

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import statistics
+import subprocess
 import sys
 
 import claims
@@ -12,8 +13,8 @@ import torch
 import compare
 import config as configuration
 import train as trainer
+from experiments import jobs, measure, pictures, progress, results, runs
 from experiments import loss as L
-from experiments import measure, pictures, progress, results, runs
 from experiments.common import table
 
 TINY = ['config/compare_cpu.toml', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=16', '--batch_size=4',
@@ -77,7 +78,7 @@ def test_finished_runs_are_kept_and_overwrite_redoes_them(done, monkeypatch, cap
     out, data = done
     args = [*BARE, '--seeds=2', '--modes=standard,full', f'--out_dir={out}']
     trained = []
-    monkeypatch.setattr(runs, 'train', lambda cfg, report: trained.append(cfg) or trainer.train(cfg))
+    monkeypatch.setattr(jobs, 'train', lambda cfg, report: trained.append(cfg) or trainer.train(cfg))
     assert compare.main(args)['modes']['full']['final_loss'] == data['modes']['full']['final_loss'] and not trained
     assert '4 of 4 runs are kept from an earlier call' in capsys.readouterr().out
     compare.main([*args, '--overwrite'])
@@ -104,8 +105,8 @@ def test_other_weights_to_begin_with_are_another_run(tmp_path, monkeypatch):
         trained.append(cfg)
         os.makedirs(cfg.out_dir)
         return {'final_loss': 1.0, 'stopped': None}
-    monkeypatch.setattr(runs, 'train', fake)
-    monkeypatch.setattr(runs, 'forecast', lambda jobs, meta, val_tokens: {job.name: (1, 1.0) for job in jobs})
+    monkeypatch.setattr(jobs, 'train', fake)
+    monkeypatch.setattr(jobs, 'forecast', lambda jobs, meta, val_tokens: {job.name: (1, 1.0) for job in jobs})
     cfg = runs.RunsConfig(dataset='shakespeare_char', out_dir=str(tmp_path / 'out'), workers=1, device='cpu',
                           init_from=str(tmp_path / 'start'))
     (tmp_path / 'start').mkdir()
@@ -149,7 +150,7 @@ def test_threads_do_not_depend_on_what_is_left_to_run(monkeypatch):
     assert shares == {0: (8, 1), 1: (1, 8), 2: (2, 4), 3: (3, 2), 16: (16, 1)}
     used = []
     monkeypatch.setattr(torch, 'set_num_threads', used.append)
-    runs.settings(runs.RunsConfig, ['config/compare_cpu.toml', '--workers=2', '--device=cpu'], 'compare', '')
+    runs.settings(runs.RunsConfig, ['config/compare_cpu.toml', '--workers=2', '--device=cpu'], 'loss', '')
     assert used == [4]
 
 
@@ -222,15 +223,15 @@ def test_a_resumed_run_counts_from_where_it_was(tmp_path):
 
 
 def test_the_forecast_counts_steps_left_and_evaluations(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs.measure, 'clock', lambda fn, device: 2.0)
+    monkeypatch.setattr(jobs.measure, 'clock', lambda fn, device: 2.0)
     config = trainer.TrainConfig(**SHORT, max_iters=100, eval_interval=50, gradient_accumulation_steps=3)
-    job = runs.Job('a', config, str(tmp_path))
-    assert runs.forecast([job], {'n_vocab': 65}, 10**6) == {job.name: (100, 2.0 * (300 + 3 * 3 / 3))}
-    assert runs.forecast([job], {'n_vocab': 65}, 33)[job.name][1] == 2.0 * (300 + 3 * 2 / 3)  # 2 batches hold the text
+    job = jobs.Job('a', config, str(tmp_path))
+    assert jobs.forecast([job], {'n_vocab': 65}, 10**6) == {job.name: (100, 2.0 * (300 + 3 * 3 / 3))}
+    assert jobs.forecast([job], {'n_vocab': 65}, 33)[job.name][1] == 2.0 * (300 + 3 * 2 / 3)  # 2 batches hold the text
     trainer.train(trainer.TrainConfig(**SHORT, max_iters=4, out_dir=str(tmp_path)), quiet=True)
-    assert runs.forecast([job], {'n_vocab': 65}, 10**6)[job.name][0] == 96
-    new = runs.Job('a', config, str(tmp_path / 'new'))
-    assert runs.forecast([new], {'n_vocab': 65}, 10**6)[new.name][0] == 100
+    assert jobs.forecast([job], {'n_vocab': 65}, 10**6)[job.name][0] == 96
+    new = jobs.Job('a', config, str(tmp_path / 'new'))
+    assert jobs.forecast([new], {'n_vocab': 65}, 10**6)[new.name][0] == 100
 
 
 def test_a_network_too_large_is_refused_before_it_is_timed(tmp_path, capsys):
@@ -253,7 +254,7 @@ def test_runs_side_by_side_report_to_one_display(tmp_path, capsys):
 def test_a_child_says_why_it_failed(tmp_path):
     """ The parent raises the same kind of error, so the exit code and the one line are its own. """
     (tmp_path / 'taken').write_text('')
-    child = runs.Child(runs.Job('a', trainer.TrainConfig(**SHORT), str(tmp_path / 'taken')), 1)
+    child = jobs.Child(jobs.Job('a', trainer.TrainConfig(**SHORT), str(tmp_path / 'taken')), 1)
     child.process.join()
     child.read(None)
     with pytest.raises(ValueError, match='must be a writable folder'):
@@ -266,11 +267,11 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch):
     def dies(cfg, report):
         trainer.train(trainer.TrainConfig(**vars(cfg) | {'max_iters': cfg.max_iters}))
         raise KeyboardInterrupt
-    monkeypatch.setattr(runs, 'train', dies)
+    monkeypatch.setattr(jobs, 'train', dies)
     with pytest.raises(SystemExit):
         compare.main(args)
     resumed = []
-    monkeypatch.setattr(runs, 'train', lambda cfg, report: resumed.append(cfg.resume) or trainer.train(cfg))
+    monkeypatch.setattr(jobs, 'train', lambda cfg, report: resumed.append(cfg.resume) or trainer.train(cfg))
     compare.main(args)
     assert resumed == [True]
 
@@ -443,12 +444,13 @@ def test_words_by_hand_are_kept_and_a_part_appears_with_its_asset(tmp_path, monk
 def test_check_tells_whether_the_page_is_up_to_date(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, 'ROOT', tmp_path)
     page = '\n'.join(results.HAND) + '\n'
-    for text, code in ((page, 0), (page + 'more', 1)):
-        (tmp_path / 'RESULTS.md').write_text(text)
-        with pytest.raises(SystemExit) as stop:
-            compare.main(['results', '--check'])
-        assert stop.value.code == code and (tmp_path / 'RESULTS.md').read_text() == text
-    assert 'python compare.py results' in capsys.readouterr().out
+    (tmp_path / 'RESULTS.md').write_text(page)
+    compare.main(['results', '--check'])
+    (tmp_path / 'RESULTS.md').write_text(page + 'more')
+    with pytest.raises(SystemExit) as stop:
+        compare.main(['results', '--check'])
+    assert stop.value.code == 1 and (tmp_path / 'RESULTS.md').read_text() == page + 'more'
+    assert 'python compare.py results' in capsys.readouterr().err
 
 
 def test_rerun_makes_the_parts_asked_for(tmp_path, monkeypatch):
@@ -467,6 +469,44 @@ def test_rerun_makes_the_parts_asked_for(tmp_path, monkeypatch):
                      ['--shape=B', '--out=assets/speed_B.json'], L, ('out/results/results.json', 'ablations.json')]
 
 
+@pytest.mark.parametrize('verb', ['loss', 'sweep', 'scaling', 'speed', 'depth', 'results'])
+def test_help_names_the_verb_and_puts_its_own_keys_first(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compare.main([verb, '--help'])
+    lines = capsys.readouterr().out.splitlines()
+    first = next(line for line in lines if line.startswith('  --'))
+    own = {'loss': 'timing_rounds', 'sweep': 'vary', 'scaling': 'sizes', 'speed': 'vocab_size', 'depth': 'out',
+           'results': 'check'}
+    assert not stop.value.code and lines[0].startswith(f'usage: compare.py {verb} ')
+    assert first.startswith(f'  --{own[verb]}=')
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_is_no_error():
+    command = f'{sys.executable} compare.py sweep --help | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(['bash', '-c', command], cwd=results.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ''
+
+
+def test_a_value_of_the_preset_is_called_so(tmp_path, capsys):
+    """ Where no mode uses it, it is no error; where one does, the message says whose value it is. """
+    shallow = ['--n_layer=2', '--device=cpu', f'--out_dir={tmp_path}']
+    runs.settings(L.CompareConfig, ['--modes=standard,full,block:2', *shallow], 'loss', '')
+    for given, says in (([], 'compare_cpu.toml)'), (['--residual_blocks=8'], 'must be from 1 to 2 * n_layer = 4')):
+        with pytest.raises(SystemExit) as stop:
+            runs.settings(L.CompareConfig, ['--modes=standard,block', *shallow, *given], 'loss', '')
+        err = capsys.readouterr().err.strip()
+        assert stop.value.code == 2 and 'residual_blocks=8' in err and err.endswith(says)
+
+
+def test_a_mode_that_comes_out_as_another_is_announced_under_its_own_name(tmp_path, capsys):
+    config = trainer.TrainConfig(**SHORT, max_iters=1, residual='block', residual_blocks=2)
+    jobs.forecast([jobs.Job('block:2', config, str(tmp_path))], {'n_vocab': 65}, 100)
+    out = capsys.readouterr().out
+    assert out.startswith('block:2: 2 sublayers in 2 residual blocks of 1; 0.00 M parameters')
+    assert progress.ROUTINE.match('full: 2 sublayers in 2 residual blocks of 1; 0.00 M parameters')
+
+
 @pytest.mark.parametrize('name', [name for name, part in results.PARTS.items() if part.get('argv')])
 def test_each_part_of_results_can_be_made(name):
     part = results.PARTS[name]
@@ -474,7 +514,7 @@ def test_each_part_of_results_can_be_made(name):
         results.cost.SpeedConfig(**configuration.parse(results.cost.SpeedConfig, part['argv']))
     else:
         cls = results.sweep.SweepConfig if part['kind'] == 'sweep' else L.CompareConfig
-        runs.settings(cls, [*part['argv'], '--device=cpu'], 'compare', '')
+        runs.settings(cls, [*part['argv'], '--device=cpu'], 'loss', '')
 
 
 def test_the_paper_is_beside_our_dots(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import compare
-from experiments import runs
+from experiments import jobs, runs
 from experiments.progress import Progress
 from weights import load_checkpoint
 
@@ -323,9 +323,9 @@ def test_one_run_that_fails_stops_the_others_and_says_why(tmp_path):
     """ The second of three runs meets a folder that cannot be written: the first saves, the third does not begin. """
     cfg = runs.RunsConfig(**KEYS | {'max_iters': 100_000, 'out_dir': str(tmp_path)})
     (tmp_path / 'taken').write_text('')
-    jobs = [runs.Job(name, cfg.plain(seed=i), str(tmp_path / name)) for i, name in enumerate(('a', 'taken', 'c'))]
+    todo = [jobs.Job(name, cfg.plain(seed=i), str(tmp_path / name)) for i, name in enumerate(('a', 'taken', 'c'))]
     with pytest.raises(ValueError, match='must be a writable folder'):
-        runs.side_by_side(jobs, 2, 1, Progress({name: (1, 1.0) for name in ('a', 'taken', 'c')}, 2))
+        jobs.side_by_side(todo, 2, 1, Progress({name: (1, 1.0) for name in ('a', 'taken', 'c')}, 2))
     assert not (tmp_path / 'c').exists() and not (tmp_path / 'a' / 'result.json').exists()
     if (tmp_path / 'a' / 'ckpt.pt').exists():  # it had begun
         assert load_checkpoint(str(tmp_path / 'a' / 'ckpt.pt'))['progress']['step'] < 100_000

@@ -46,8 +46,9 @@ def test_budget(name):
 
 
 def test_budget_of_experiments():
+    """ Seven verbs and their pictures; one idea a line and 100 columns cost a third more than packing. """
     files = (ROOT / 'experiments').glob('*.py')
-    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2270
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2430
 
 
 def test_no_surprises_at_the_top():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import compare
-from experiments import common, pictures, runs, scaling, sweep
+from experiments import common, jobs, pictures, runs, scaling, sweep
 from experiments.runs import RunsConfig
 from train import Diverged, TrainConfig
 
@@ -105,7 +105,7 @@ def test_scaling_runs(tmp_path, capsys):
 
 def test_sweep_runs(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(runs, 'train', fake(seen, lambda c: c.learning_rate + c.seed % 2 + c.min_lr
+    monkeypatch.setattr(jobs, 'train', fake(seen, lambda c: c.learning_rate + c.seed % 2 + c.min_lr
                                             + (c.residual == 'full')))
     args = ['sweep', 'config/compare_cpu.toml', '--vary=learning_rate=1,2', '--modes=standard,full', '--min_lr=1',
             '--learning_rate=10', '--seed=2', *SMALL, f'--out_dir={tmp_path}']
@@ -127,7 +127,7 @@ def test_a_sweep_goes_on_where_a_run_diverges_and_a_comparison_does_not(tmp_path
             os.makedirs(c.out_dir, exist_ok=True)
             raise Diverged('loss nan at step 3')
         return finite(c, **keys)
-    monkeypatch.setattr(runs, 'train', diverging)
+    monkeypatch.setattr(jobs, 'train', diverging)
     args = ['config/compare_cpu.toml', '--modes=full,standard', *SMALL, f'--out_dir={tmp_path}']
     for _ in range(2):
         data = compare.main(['sweep', '--vary=learning_rate=1,2', '--learning_rate=4', '--min_lr=2', *args])
@@ -192,7 +192,7 @@ def test_bad_input_is_one_line(args, says, capsys):
 
 def test_equal_runs_are_trained_once_and_results_keep_their_order(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(runs, 'train', fake(seen, lambda c: c.seed))
+    monkeypatch.setattr(jobs, 'train', fake(seen, lambda c: c.seed))
     cfg = RunsConfig(out_dir=str(tmp_path), workers=1, n_layer=1, n_embd=12, n_ctx=8)
     todo = [('a', cfg.plain(seed=2)), ('b', cfg.plain(seed=1)), ('c', cfg.plain(seed=2))]
     assert [r['final_loss'] for r in runs.run_all(todo, cfg)] == [2, 1, 2] and [c.seed for c in seen] == [2, 1]
