@@ -26,28 +26,39 @@ def when_parent_ends(act):
     threading.Thread(target=watch, daemon=True).start()
 
 
+def open_lock(folder, wait):
+    """ The file folder/.lock, which this process alone holds until it is closed. """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / '.lock', 'wb')
+        try:
+            import fcntl
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            lock.close()
+            raise ValueError(f'name={folder.name!r}: must be free, but another process is '
+                             'preparing it') from None
+        except (ImportError, OSError):
+            return lock  # Windows and some network file systems have no such lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / '.lock')):
+                return lock
+        lock.close()  # the one who held it before has removed it
+
+
 @contextmanager
 def locked(folder, wait=True):
     """ Holds folder for this process, at the longest until it ends.
 
     If another process holds it, this one waits or gets a ValueError. So it does if folder cannot
-    be written.
+    be written. A folder in which nothing was written is removed.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / '.lock', 'wb') as lock:
-            try:
-                import fcntl
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise ValueError(f'name={folder.name!r}: must be free, but another process is '
-                                 'preparing it') from None
-            except (ImportError, OSError):
-                pass  # Windows and some network file systems have no such lock
+        with open_lock(folder, wait):
             try:
                 yield
             finally:
-                if [path.name for path in folder.iterdir()] == ['.lock']:  # nothing was written
+                if [path.name for path in folder.iterdir()] == ['.lock']:
                     with suppress(OSError):
                         (folder / '.lock').unlink()
                         folder.rmdir()
