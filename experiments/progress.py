@@ -31,7 +31,7 @@ class Progress:
         self.losses, self.finished, self.shown = {}, 0, set()
         self.began = self.last_line = time.monotonic()
         self.bar = tqdm(total=self.steps, disable=None, leave=False, dynamic_ncols=True,
-                        file=sys.stderr, bar_format='{percentage:3.0f}%|{bar:20}| {postfix}')
+                        file=sys.stderr, bar_format='{percentage:3.0f}%|{bar:20}| {desc}')
         at_once = f', {workers} at a time' if workers > 1 else ''
         self.say(f'{len(runs)} runs{at_once}, {self.steps:,} steps in all: '
                  f'about {duration(self.expected / workers)}')
@@ -82,7 +82,7 @@ class Progress:
             losses = [f'{name} {loss:.3f}' for name, loss in self.losses.items()]
             state += '; loss: ' + ', '.join(losses)
         if not self.bar.disable:
-            self.bar.set_postfix_str(state, refresh=False)
+            self.bar.set_description_str(state, refresh=False)
             self.bar.update(steps)
         elif time.monotonic() - self.last_line >= PAUSE:
             self.last_line = time.monotonic()

@@ -202,7 +202,7 @@ def test_progress_in_a_terminal_is_one_bar(monkeypatch, capsys):
     shown.update('a', record(4, loss=2.5))
     shown.update('a', record(8, loss=2.25))
     shown.close()
-    assert '40%' in screen.getvalue() and '8 of 20 steps' in screen.getvalue() and 'a 2.250' in screen.getvalue()
+    assert '40%' in screen.getvalue() and '| 8 of 20 steps' in screen.getvalue() and 'a 2.250' in screen.getvalue()
     assert 'steps, about' not in capsys.readouterr().out.split('\n', 1)[1]
 
 
