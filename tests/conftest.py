@@ -36,7 +36,7 @@ def seed():
 @pytest.fixture
 def nan_in_new_memory():
     """torch.empty is full of NaN, so a number that nobody wrote shows."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # an error on a GPU, where not all is deterministic
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -554,6 +554,25 @@ def test_whole_model(residual, recompute):
     agree(model_grads(residual, 'torch', recompute=recompute), model_grads(residual, 'reference'), 1e-11)
 
 
+@pytest.mark.parametrize('spread', [0, 0.1])
+@pytest.mark.parametrize('residual', ['full', 'block'])
+def test_under_autocast_a_model_is_as_near_to_float64_as_on_the_reference_path(residual, spread):
+    def grads(kernel, low):
+        torch.manual_seed(0)
+        net = GPT(GPTConfig(n_ctx=32, vocab_size=65, n_layer=4, n_head=4, n_embd=64, residual=residual,
+                            residual_blocks=3, kernel=kernel))
+        torch.nn.init.normal_(net.residual.query, std=spread)
+        net = net if low else net.double()
+        idx = torch.randint(65, (2, 32))
+        with torch.autocast('cpu', torch.bfloat16, enabled=low):
+            loss = net(idx, idx.roll(1, 1))[1]
+        loss.backward()
+        return {name: p.grad.double() for name, p in net.named_parameters()}
+    exact, plain, ours = grads('reference', False), grads('reference', True), grads('torch', True)
+    for name, e in exact.items():
+        assert (ours[name] - e).norm() <= 1.5 * (plain[name] - e).norm() + 1e-3 * e.norm(), name
+
+
 @pytest.mark.parametrize('residual', ['full', 'block'])
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)])
 def test_compiled(residual, backend):

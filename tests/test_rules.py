@@ -118,14 +118,16 @@ def loss_and_gradients(rule, monkeypatch, kernel, dtype=torch.float64, backend=N
     for p in net.parameters():
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.5)
-    net = net.to(dtype)
-    idx = torch.tensor([[3, 1]])
+    device = test_triton.DEVICE if kernel == 'triton' else 'cpu'
+    net = net.to(device, dtype)
+    idx = torch.tensor([[3, 1]], device=device)
     torch._dynamo.reset()
     run = torch.compile(net, backend=backend, fullgraph=True) if backend else net
     loss = run(idx, idx.flip(1))[1]
     loss.backward()
     zero = torch.zeros(())  # a query that nothing reads has no gradient
-    return {'loss': loss.detach()} | {n: zero if p.grad is None else p.grad for n, p in net.named_parameters()}
+    found = {'loss': loss.detach()} | {n: zero if p.grad is None else p.grad for n, p in net.named_parameters()}
+    return {name: t.cpu() for name, t in found.items()}
 
 
 def same(a, b, tolerance):
