@@ -94,8 +94,7 @@ class InputQuerySources(Sources):
     def weights(self, l):
         """ alpha of read l, (n, B, T) """
         with torch.autocast(self.w.device.type, enabled=False):
-            matrix = self.w[l].view(-1, self.w.size(-1))  # (D, D)
-            query = F.linear(self.scores[-1], matrix)  # (B, T, D)
+            query = F.linear(self.scores[-1], self.w[l])  # (B, T, D), by the matrix W_l
             return torch.stack([(query * key).sum(-1) for key in self.scores]).softmax(0)
 
 

@@ -6,7 +6,7 @@ import reference
 import torch
 
 import baselines
-from model import GPT, RESIDUALS, Cache, GPTConfig
+from model import GPT, RESIDUALS, Cache, GPTConfig, Sources
 
 V, D, T = 11, 8, 5
 N = baselines.STREAMS
@@ -165,7 +165,7 @@ def ablation(oracle, **keys):
 
 
 def heads(v0, fs, p, eps):
-    return ablation(reference.heads, H=baselines.HEADS, S=len(fs) // 2)(v0, fs, p, eps)  # residual_blocks=2
+    return ablation(reference.heads, H=4, S=len(fs) // 2)(v0, fs, p, eps)  # residual_blocks=2
 
 
 ORACLES = {'no_key_norm': ablation(reference.no_key_norm), 'sigmoid': ablation(reference.sigmoid_weights),
@@ -267,6 +267,19 @@ def test_weights_can_be_watched(rule, n_layer, counts):
     for _, alpha in seen:
         assert not alpha.requires_grad and alpha.min() >= 0 and alpha.max() <= 1
         assert ((alpha.sum(0) - 1).abs().max() < 1e-12) == (rule != 'sigmoid')
+
+
+def test_weights_of_heads_are_their_mean():
+    w, ys = torch.randn(3, D), torch.randn(2, 1, T, D)
+    v, parts = baselines.HeadSources(w, 0.1), []
+    for k in range(4):
+        parts.append(Sources(w[:, 2 * k:2 * k + 2], 0.1))
+    for y in ys:
+        v.push(y)
+        for k, part in enumerate(parts):
+            part.push(y[..., 2 * k:2 * k + 2])
+    expected = sum(part.weights(1) for part in parts) / 4
+    assert torch.allclose(v.weights(1), expected) and not torch.allclose(expected, parts[0].weights(1))
 
 
 @pytest.mark.parametrize('rule', ABLATIONS)
