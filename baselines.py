@@ -47,13 +47,14 @@ def first_line(rule):
 
 
 # -----------------------------------------------------------------------------
-# The ablations of the AttnRes paper (its Table 4). Each changes one thing. Those that weigh the
+# The ablations of the AttnRes paper, down to Static. Each changes one thing. Those that weigh the
 # sources in another way have a class of sources of their own, which runs as it is written. The
-# queries, or what stands for them, start at zero here too.
+# queries, or what stands for them, start at zero here too. "Table 4" is the paper's: losses of one
+# model, 1.737 with Full AttnRes, 1.746 with Block AttnRes and 1.766 with the plain residual.
 
 class RawKeySources(Sources):
     def score(self, v):
-        """ w_l . v for all reads l, (B, T, R) """
+        """ w_l . v for all reads l, (B, T, L + 1) """
         v = v.to(self.w.dtype)
         with torch.autocast(v.device.type, enabled=False):
             return F.linear(v, self.w)
@@ -63,7 +64,7 @@ class NoKeyNorm(FullAttnRes):
     """ h_l = sum_i alpha_i v_i,   alpha = softmax over i of  w_l . v_i
 
     A source with large numbers gets a large score, of either sign. The norm's gain is kept, since
-    it acts only as a factor of the query: the norm is all that is gone.
+    it acts only as a factor of the query: the norm is all that is gone. Table 4: 1.743.
     """
     Sources = RawKeySources
     describe = first_line
@@ -80,7 +81,7 @@ class Sigmoid(FullAttnRes):
 
     The paper does not say whether it divides the weights by their sum. They stay undivided here,
     because the paper's point is that the sources of a softmax compete: these do not. All weights
-    are 1/2 at first, and the pre-norm of the reader removes this factor.
+    are 1/2 at first, and the pre-norm of the reader removes this factor. Table 4: 1.741.
     """
     Sources = SigmoidSources
     describe = first_line
@@ -103,7 +104,8 @@ class InputQuery(FullAttnRes):
 
     The paper projects "the current hidden state" and does not say which one that is. Its
     pseudo-code uses this name for the newest source, so k is that source. It is normalised, as it
-    is wherever something reads it. W_l (D, D) takes the place of w_l and starts at zero.
+    is wherever something reads it. W_l (D, D) takes the place of w_l and starts at zero. These
+    matrices are (L + 1) D^2 parameters more. Table 4: 1.731.
     """
     Sources = InputQuerySources
     describe = first_line
@@ -144,6 +146,7 @@ class Heads(BlockAttnRes):
 
     The paper has 16 heads of 73 channels in Block AttnRes, and does not say whether a key is
     normalised as a whole or by heads. By heads here: each head is then an AttnRes of its own.
+    Table 4: 1.752.
     """
     Sources = HeadSources
     describe = first_line
@@ -153,7 +156,7 @@ class Window(FullAttnRes):
     """ h_l = sum_i alpha_i v_i,   i: the embedding and the last 8 outputs
 
     The paper's sliding window, "1 + 8". An output that leaves the window is lost to all later
-    reads, so this is the plain residual at first only while no output has left.
+    reads, so this is the plain residual at first only while no output has left. Table 4: 1.764.
     """
     describe = first_line
 
@@ -180,7 +183,7 @@ class Static(Baseline):
 
     It shows whether the weights must depend on the input. The paper calls its weights learned
     numbers and does not say whether a softmax is taken of them. It is taken here: then nothing
-    else differs from Full AttnRes.
+    else differs from Full AttnRes. Table 4: 1.749.
     """
     S = 1  # every output stays a source of its own, as in Full
 
