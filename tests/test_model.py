@@ -534,6 +534,28 @@ def test_cached_decoding_equals_the_full_forward(mode, kernel, chunks):
         model(idx[:, :1], caches=caches)
 
 
+@pytest.mark.parametrize('kernel', ['auto', 'reference'])
+@pytest.mark.parametrize('mode', [('full', 1), ('block', 2)])
+def test_weights_are_heard_while_decoding_and_change_no_bit(mode, kernel):
+    """One token at a time has sources of its own; their weights are those of the whole text's last token."""
+    model, idx = tiny(*mode, kernel=kernel).eval(), tokens(4, B=1)
+
+    @torch.no_grad()
+    def decode():
+        caches = [Cache(7) for _ in model.transformer.h]
+        return torch.cat([model(idx[:, t:t + 1], caches=caches)[0] for t in range(4)], dim=1)
+    silent, heard = decode(), hear(model.residual)
+    assert torch.equal(decode(), silent)
+    whole = heard.copy()
+    heard.clear()
+    model(idx)
+    assert len(whole) == 4 * len(heard) == 28
+    for k, (l, alpha) in enumerate(whole):
+        at, expected = heard[k % 7]
+        assert l == at and alpha.shape == (len(expected), 1, 1) and not alpha.requires_grad
+        assert close(alpha[:, :, 0], expected[:, :, k // 7], 1e-12)
+
+
 def continue_slowly(model, idx, n, choose):
     """What stream promises, without a cache: a full window is cut to its last half and read anew."""
     n_ctx = model.config.n_ctx
