@@ -384,9 +384,9 @@ def _torch_visit(v, w, carry, dh, lse, delta, dw, eps):
     dtype, v = v.dtype, v.to(w.dtype)
     z, r = _score(v, w, eps)
     alpha = z.sub_(lse).exp_()
-    dots = torch.empty_like(alpha)
-    for i, dh_i in enumerate(dh):
-        torch.sum(dh_i * v, -1, out=dots[i])
+    dots = torch.empty_like(alpha)  # dh . v
+    dots[:1] = (dh[:1] * v).sum(-1)  # as delta was computed: if h = v, dz is exactly zero
+    dots[1:] = torch.bmm(v.unsqueeze(1), dh[1:].permute(1, 2, 0).to(v.dtype)).squeeze(1).t()
     dz_r = dots.sub_(delta).mul_(alpha).mul_(r)  # dz times r
     dw.addmm_(dz_r, v)
     dv = dz_r.t() @ w
