@@ -162,4 +162,6 @@ def visit(v, dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps):
         dw[l:last] += dz_r.bfloat16() @ v
     else:
         dw[l:last] += dz_r @ v.float()
+    if traffic is not None:
+        traffic.append(('dw', v.nbytes))
     return dv

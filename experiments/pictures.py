@@ -240,3 +240,39 @@ def dynamics(modes, path):
     axes[0].set_ylabel('root mean square')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', fontsize=8)
     finish(figure, path)
+
+
+def front_page(results, maps, path):
+    """ Loss curves above, what Full and Block read below; large enough to be read on a phone. """
+    pyplot = plt()
+    figure, axes = pyplot.subplot_mosaic([['loss', 'loss'], ['full', 'block:8']], figsize=(6.4, 6.2),
+                                         layout='constrained', height_ratios=(1, 1.15))
+    ends = []
+    for colour, (label, m) in zip(COLOURS, results['modes'].items(), strict=False):
+        steps = [step for step, _ in m['history'][0]][1:]
+        curves = [[loss for _, loss in history][1:] for history in m['history']]
+        by_step = list(zip(*curves, strict=True))
+        mean = [statistics.mean(losses) for losses in by_step]
+        axes['loss'].plot(steps, mean, color=colour, lw=2, label=f'{label}  {mean[-1]:.3f}')
+        axes['loss'].fill_between(steps, [min(x) for x in by_step], [max(x) for x in by_step],
+                                  color=colour, alpha=0.2, lw=0)
+        ends += by_step[-1]
+    axes['loss'].set_ylim(min(ends) - 0.02, max(ends) + 0.45)
+    axes['loss'].set_xlim(steps[1], steps[-1] * 1.02)
+    axes['loss'].set_xlabel('training steps', fontsize=11)
+    axes['loss'].set_ylabel('validation loss', fontsize=11)
+    axes['loss'].legend(fontsize=11, title=f'mean of {len(curves)} seeds, and their range')
+    for label in ('full', 'block:8'):
+        M = np.array(maps[label]['matrix'])
+        M = np.ma.masked_where(np.triu(np.ones_like(M), 1), M)
+        image = axes[label].imshow(M ** 0.5, cmap='Blues', vmin=0, vmax=1)
+        axes[label].set_title(f'what {label} reads', fontsize=11)
+        axes[label].set_xticks([0, len(M) - 1], ['embedding', f'output {len(M) - 2}'])
+        axes[label].set_yticks([0, len(M) - 1], ['sublayer 0', 'final'])
+        axes[label].tick_params(length=0, labelsize=9)
+        axes[label].grid(False)
+    bar = figure.colorbar(image, ax=[axes['full'], axes['block:8']], shrink=0.8,
+                          ticks=[0, 0.1 ** 0.5, 0.3 ** 0.5, 1])
+    bar.ax.set_yticklabels(['0', '0.1', '0.3', '1'])
+    bar.set_label('mean weight', fontsize=10)
+    finish(figure, path)

@@ -156,6 +156,8 @@ def draw():
             pictures.dots(data, path, part['base'], part['paper'])
         elif part['kind'] in DRAW:
             DRAW[part['kind']](data, path)
+    if asset('quiet') and asset('quiet_depth'):
+        pictures.front_page(asset('quiet'), asset('quiet_depth')['modes'], ROOT / 'assets' / 'readme.png')
 
 
 # -----------------------------------------------------------------------------

@@ -151,26 +151,26 @@ def timed(functions, cfg, device, seconds=20):
 
 @contextmanager
 def counted_launches():
-    """ Triton kernels are not launched but counted: a list of the bytes that each moves. """
+    """ Triton kernels are not launched but counted: a list of (what, bytes read and written). """
     found, launch = [], triton_kernels._launch
     before = os.environ.get('TRITON_INTERPRET')
 
     def count(kernel, moved, x, *args):
-        found.append(moved * x.nbytes)
+        found.append((kernel, moved * x.nbytes))
 
     os.environ['TRITON_INTERPRET'] = '1'  # so that no GPU is asked for
-    triton_kernels._launch = count
+    triton_kernels._launch, triton_kernels.traffic = count, found
     try:
         yield found
     finally:
-        triton_kernels._launch = launch
+        triton_kernels._launch, triton_kernels.traffic = launch, None
         del os.environ['TRITON_INTERPRET']
         if before is not None:
             os.environ['TRITON_INTERPRET'] = before
 
 
 def traffic(config):
-    """ u of forward + backward of the rule on the Triton path in bfloat16, with the final norm.
+    """ u of forward + backward of the rule on the Triton path in bfloat16, with all norms.
 
     u: a (tokens, D) tensor, read or written once. The count depends on neither tokens nor D, so a
     tiny network of as many sublayers tells it, on any machine.
@@ -181,7 +181,8 @@ def traffic(config):
         model = GPT(tiny)
         out = model.residual(h, model.sublayers())
         out.backward(torch.ones_like(out))
-    return sum(moved) / (h.numel() * 2) + 5  # the final norm: 2 forward, 3 backward
+    norms = 2 * config.n_layer + 1  # each moves 2 u in the forward and 3 u in the backward
+    return sum(size for _, size in moved) / (h.numel() * 2) + 5 * norms
 
 
 def speed(cfg):
