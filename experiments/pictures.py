@@ -1,4 +1,6 @@
 """ The pictures of compare.py. The colours stay apart in grey and for the colour-blind. """
+from statistics import fmean
+
 import numpy as np
 
 from experiments.common import paired
@@ -252,7 +254,7 @@ def front_page(results, maps, path):
         steps = [step for step, _ in m['history'][0]][1:]
         curves = [[loss for _, loss in history][1:] for history in m['history']]
         by_step = list(zip(*curves, strict=True))
-        mean = [statistics.mean(losses) for losses in by_step]
+        mean = [fmean(losses) for losses in by_step]
         axes['loss'].plot(steps, mean, color=colour, lw=2, label=f'{label}  {mean[-1]:.3f}')
         axes['loss'].fill_between(steps, [min(x) for x in by_step], [max(x) for x in by_step],
                                   color=colour, alpha=0.2, lw=0)
