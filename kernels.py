@@ -16,7 +16,7 @@ that a *visit*:
     delta_l = dh_l . h_l                                      one number for a token
     dz_il   = alpha_il (dh_l . v_i - delta_l)                 back through the softmax
     dv_i    = sum_l (alpha_il dh_l + dz_il r_i w_l)  -  (r_i^2 / D  sum_l dz_il z_il) v_i
-    dw_l    = sum_i dz_il r_i v_i
+    dw_l    = sum_i dz_il r_i v_i                             summed over tokens, too
 
 The last term of dv_i is the derivative of r_i.
 
@@ -120,7 +120,7 @@ def same_on_an_example(plain, *functions):
         loss = sum(h.square().sum() for h in reads)
         return [*weights, *reads, *torch.autograd.grad(loss, [w, *ys])]
 
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         ours = example(functools.partial(FastSources, path='torch'))
         try:
             theirs = example(plain)
@@ -216,7 +216,7 @@ class FastSources:
         # Autograd wants the dummies' shapes and dtypes; expand gives them without memory.
         zero, w_zero = h.new_zeros(()), self.w.new_zeros(())
         self.tape = [zero.expand(R, T, D), w_zero.expand(2, R, T), w_zero.expand(R, D),
-                     torch.zeros(())]
+                     torch.zeros((), device='cpu')]  # a count: int() of it must not wait for a GPU
 
     def _write(self):
         if self.waiting:
@@ -230,9 +230,9 @@ class FastSources:
         carry = None if base == NONE else self.dummies[base][1]
         missed = [self.dummies[i][0] for i in self.ended]
         out = _Step.apply(step, self.v, self.scores, y, self.w, carry, *missed, *self.tape)
-        h, *of_row, self.tape = *out[:3], out[3:]
+        h, missed, carry, *self.tape = out
         if row != NONE:
-            self.dummies[row] = of_row
+            self.dummies[row] = missed, carry
         self.waiting, self.ended = None, []
         return h
 
@@ -248,8 +248,8 @@ class _Step(torch.autograd.Function):
     and the row's two dummies:
         missed ()           how many of the last reads did not see the row, because it had ended
         carry (T, D)        the gradient of the row that was made by adding to this one
-    Under torch.compile a gradient that is not there arrives as zeros, so 0 must mean nothing. This
-    is why reads are counted from the last one.
+    A missing gradient is None, or zeros under torch.compile. So the two counts are made such that 0
+    leaves nothing out: the row was seen by reads first .. R - max(skipped, missed) - 1.
     """
     @staticmethod
     def forward(ctx, step, v, scores, y, w, base_carry, *ended_and_tape):
@@ -262,7 +262,7 @@ class _Step(torch.autograd.Function):
         ctx.v = v  # not saved, since later steps write other rows of it; this one stays as it is
         ctx.set_materialize_grads(False)
         ctx.step, ctx.y_dtype = step, v.dtype if y is None else y.dtype
-        missed, carry = torch.zeros(()), v.new_zeros(()).expand(v[0].shape)
+        missed, carry = torch.zeros((), device='cpu'), v.new_zeros(()).expand(v[0].shape)
         tape = [t.detach() for t in ended_and_tape[step.n_ended:]]
         return None if step.read == NONE else h.view(step.shape), missed, carry, *tape
 
@@ -274,9 +274,9 @@ class _Step(torch.autograd.Function):
         if not graph_is_retained():
             ctx.v = None
         if dh is None:  # no later step has a gradient: this backward pass begins here
-            dh, stats, dw = v.new_empty(R, T, D), w.new_empty(2, R, T), torch.zeros_like(w)
+            dh, stats, dw = v.new_zeros(R, T, D), w.new_zeros(2, R, T), torch.zeros_like(w)
             n_reads = step.first if step.read == NONE else step.read + 1
-            skipped = torch.tensor(float(R - n_reads))
+            skipped = torch.tensor(float(R - n_reads), device='cpu')
         if step.read != NONE:
             dh_l = torch.zeros_like(h) if dh_l is None else dh_l.reshape(T, D)
         run = _backward_op if torch.compiler.is_compiling() else _backward
@@ -286,7 +286,7 @@ class _Step(torch.autograd.Function):
         dy = None if step.row == NONE else dv.view(step.shape).to(ctx.y_dtype)
         all_of_dw = dw if step.row == 0 else None  # row 0 comes last
         base_carry = None if step.base == NONE else dv
-        ended = [torch.tensor(float(R - step.first))] * step.n_ended  # their `missed`
+        ended = [torch.tensor(float(R - step.first), device='cpu')] * step.n_ended  # their `missed`
         return None, None, None, dy, all_of_dw, base_carry, *ended, dh, stats, dw, skipped
 
 
@@ -335,8 +335,9 @@ def _backward(v: Tensor, dh_l: Tensor | None, h: Tensor, lse: Tensor, w: Tensor,
     if row == NONE:
         return torch.empty_like(v[0])
     reads = slice(first, last)
+    own = max(l - first, 0)
     return _torch_visit(v[row], w[reads], carry, dh[reads], stats[0, reads], stats[1, reads],
-                        dw[reads], eps)
+                        dw[reads], own, eps)
 
 
 # torch.compile sees each of the two as one operation, so its graph grows with L, not with L^2.
@@ -376,17 +377,18 @@ def _torch_read(v, scores, live):
     return h.to(v.dtype), lse
 
 
-def _torch_visit(v, w, carry, dh, lse, delta, dw, eps):
+def _torch_visit(v, w, carry, dh, lse, delta, dw, own, eps):
     """ The gradient of a row v (T, D) that M reads saw, in v's dtype. Adds to dw in place.
 
-    w, dw (M, D); dh (M, T, D); lse, delta (M, T); carry (T, D) or None.
+    w, dw (M, D); dh (M, T, D); lse, delta (M, T); carry (T, D) or None; own: the row's own read.
     """
     dtype, v = v.dtype, v.to(w.dtype)
     z, r = _score(v, w, eps)
     alpha = z.sub_(lse).exp_()
-    dots = torch.empty_like(alpha)  # dh . v
-    dots[:1] = (dh[:1] * v).sum(-1)  # as delta was computed: if h = v, dz is exactly zero
-    dots[1:] = torch.bmm(v.unsqueeze(1), dh[1:].permute(1, 2, 0).to(v.dtype)).squeeze(1).t()
+    dots = torch.empty_like(alpha)
+    dots.copy_(torch.bmm(v.unsqueeze(1), dh.permute(1, 2, 0).to(v.dtype)).squeeze(1).t())
+    just_own = slice(own, own + 1)
+    dots[just_own] = (dh[just_own] * v).sum(-1)  # as delta was: if h = v, dz is exactly zero
     dz_r = dots.sub_(delta).mul_(alpha).mul_(r)  # dz times r
     dw.addmm_(dz_r, v)
     dv = dz_r.t() @ w
@@ -437,6 +439,7 @@ class OneToken:
         torch.linalg.vector_norm(padded, out=length)
 
     def drop(self, i):
+        i = range(self.n)[i]
         self.n -= 1
         rows = self.padded
         self._use(torch.cat([rows[:i], rows[i + 1:], rows[i:i + 1]]))  # to the end, behind the n

@@ -33,7 +33,7 @@ class GPTConfig:
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     norm_eps: float = 1e-10  # of all norms, those of the depth keys too; 1e-5 with GPT-2's weights
     residual: str = 'standard'  # residual rule: standard | full | block, or one of baselines.py
-    residual_blocks: int = 8  # block mode: N residual blocks of ceil(2 * n_layer / N) sublayers
+    residual_blocks: int = 8  # block mode: at most N residual blocks, of ceil(L / N) sublayers
     scale_proj_init: bool = True  # initialise output projections smaller, by 1/sqrt(2 * n_layer)
     # machine
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
@@ -88,8 +88,8 @@ class Sources:
     of the RMSNorm. There is no 1/sqrt(D) and no projection. Scores and weights are float32, also
     under autocast.
 
-    kernels.py computes the same faster. It is tried on an example, and not used if this class gives
-    other numbers there, so a change made here takes effect.
+    kernels.py computes the same faster. It is tried on a small example, and left out if this class
+    gives other numbers there. What shows only with many sources needs kernel=reference.
     """
     def __init__(self, w, eps):
         self.w, self.eps = w, eps

@@ -170,7 +170,7 @@ def test_an_edited_rule_is_trained_by_the_trainer_as_it_is(rule, monkeypatch, tm
     text = ''.join(random.Random(1).choices('abcdefgh ', k=1200))
     (tmp_path / 'tiny.txt').write_text(text)
     P.prepare('tiny', input=tmp_path / 'tiny.txt', root=tmp_path)
-    monkeypatch.setattr(T, 'load', lambda name: P.load(name, root=tmp_path))
+    monkeypatch.setattr('data.batches.load', lambda name: P.load(name, root=tmp_path))
 
     def losses(rule, **keys):
         monkeypatch.setitem(model.RESIDUALS, 'mine', rule)
