@@ -32,7 +32,7 @@ TARGETS = {  # file: (its functions, classes and methods to break, arguments of 
                  'Block GPT check_sampling pick', ('tests/test_model.py', 'tests/test_rules.py')),
     'kernels.py': ('choose new_sources checked_kernel same_function same_on_an_example FastSources _Step '
                    'graph_is_retained _forward _backward _score _torch_read _torch_visit OneToken',
-                   ('tests/test_kernels.py', 'tests/test_rules.py')),
+                   ('tests/test_kernels.py', 'tests/test_rules.py', 'tests/test_triton.py')),
     'triton_kernels.py': ('refusal _table _launch read visit', ('tests/test_triton.py', 'tests/test_kernels.py')),
     'weights.py': ('save from_checkpoint checkpoint_file load_checkpoint build_model model_config from_pretrained '
                    'load_gpt2 transpose save_pretrained settings_of_weights initial_weights partition',

@@ -491,6 +491,20 @@ def test_weights_on_every_path(path, shape, grad, S):
             agree(net.grads(spoken), net.grads(silent), 1e-13)
 
 
+@pytest.mark.parametrize('path', ['torch', 'reference'])
+def test_weights_are_float32_under_autocast(path):
+    h, w = torch.randn(2, 3, 64).bfloat16(), torch.randn(3, 64)
+    with torch.autocast('cpu', torch.bfloat16):
+        v = kernels.new_sources(path, model.Sources, w, EPS, h)
+        v.push(h)
+        v.push(h.sin())
+        alpha = v.weights(1)
+    exact = kernels.new_sources('reference', model.Sources, w.double(), EPS, h.double())
+    exact.push(h.double())
+    exact.push(h.sin().double())
+    assert alpha.dtype == torch.float32 and torch.allclose(alpha.double(), exact.weights(1), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize('S', [1, 3])
 @pytest.mark.parametrize('shape, grad', [((2, 3), True), ((2, 3), False), ((1, 1), False)])
 def test_a_hook_changes_no_bit(shape, grad, S):

@@ -287,6 +287,31 @@ def test_any_change_of_any_verb_is_noticed(name, change, monkeypatch):
     assert not kernels.same_function(Sources)
 
 
+def test_a_change_that_only_the_weights_or_the_queries_show_is_noticed(monkeypatch):
+    read, weights, score = Sources.read, Sources.weights, Sources.score
+
+    def true_read(self, l):
+        monkeypatch.setattr(Sources, 'weights', weights)
+        h = read(self, l)
+        monkeypatch.setattr(Sources, 'weights', doubled)
+        return h
+
+    def doubled(self, l):
+        return 2 * weights(self, l)
+    monkeypatch.setattr(Sources, 'read', true_read)
+    monkeypatch.setattr(Sources, 'weights', doubled)
+    assert not kernels.same_function(Sources)
+    monkeypatch.undo()
+
+    def frozen(self, v):
+        w, self.w = self.w, self.w.detach() + 0 * self.w
+        z = score(self, v)
+        self.w = w
+        return z
+    monkeypatch.setattr(Sources, 'score', frozen)
+    assert not kernels.same_function(Sources)
+
+
 def test_a_class_made_for_other_tensors_is_different():
     class Strange:
         def __init__(self, w, eps, more):
