@@ -34,6 +34,7 @@ import torch.nn as nn
 import baselines  # noqa: F401 - importing it registers its rules
 import config as configuration
 import kernels
+import triton_kernels
 from config.machine import DTYPES, check_memory, matmul_speed, pick_compile, pick_device, pick_dtype
 from config.program import only_run_in, stoppable
 from config.report import Display, import_wandb, json_line, start_wandb
@@ -330,11 +331,13 @@ class Run:
         kernel = 'none'
         if hasattr(self.model.residual, 'kernel'):
             like = torch.empty(0, device=self.device, dtype=self.dtype)
-            kernel = kernels.choose(cfg.kernel, like)
+            kernel = kernels.choose(self.model.residual.kernel, like)
         say = self.display.say
         say(f'{cfg.residual}: {self.model.residual.describe()}; {n_params / 1e6:.2f} M parameters')
         say(f'{self.world} x {self.device.type}, {str(self.dtype).removeprefix("torch.")}, '
             f'kernel {kernel}, compile {"on" if self.compiled else "off"}')
+        if self.device.type == 'cuda' and kernel == 'torch' and cfg.kernel == 'auto':
+            say(f'kernel triton cannot run here: {triton_kernels.refusal(like)}')
         for line in advice(cfg, n_params, self.tokens_per_step, self.device):
             say(line)
         if self.compiled or kernel == 'triton':

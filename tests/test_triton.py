@@ -404,12 +404,12 @@ class Stub:
         return launch
 
 
-@pytest.mark.parametrize('residual, launched, most, variants', [('full', 800, 960, 2), ('block', 448, 610, 3)])
+@pytest.mark.parametrize('residual, launched, most, variants', [('full', 825, 960, 2), ('block', 473, 610, 3)])
 def test_traffic_and_variants_of_gpt2(residual, launched, most, variants, monkeypatch):
     """24 sublayers under bfloat16 autocast, in units of u: a (tokens, D) tensor in bfloat16, once.
 
-    Each launch counts whole rows, so the number of tokens and the width cancel. Two things come on top: a row is read
-    again for the product that makes dw, and each of the 25 norms moves 5 u.
+    Each launch counts whole rows, so the number of tokens and the width cancel. A row is read again for the product
+    that makes dw. On top comes that each of the 25 norms moves 5 u.
     """
     seen = set()
     for name in ('_read_kernel', '_visit_kernel'):
@@ -419,9 +419,9 @@ def test_traffic_and_variants_of_gpt2(residual, launched, most, variants, monkey
         net = GPT(config).to(DEVICE)
         net(torch.zeros(2, 16, dtype=torch.long, device=DEVICE))[0].sum().backward()
     u = 2 * 16 * 16 * 2
-    assert len(launches) == 2 * 25
+    assert len(launches) == 3 * 25  # a read, a visit and the product that makes dw
     moved = sum(size for _, size in launches) / u
-    assert moved == launched and moved + 25 + 5 * 25 <= most
+    assert moved == launched and moved + 5 * 25 <= most
     assert len(seen) == variants
 
 
@@ -435,7 +435,7 @@ def test_traffic_counts_what_it_should():
         on_triton(leaves[0], make_sublayers(leaves), leaves[1], 1, EPS).sum().backward()
     u = 2 * 8 * 4
     assert [(name, size / u) for name, size in launches] == [
-        ('_read_kernel', 3), ('_read_kernel', 4), ('_visit_kernel', 5), ('_visit_kernel', 6)]
+        ('_read_kernel', 3), ('_read_kernel', 4), ('_visit_kernel', 5), ('dw', 1), ('_visit_kernel', 6), ('dw', 1)]
 
 
 def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
