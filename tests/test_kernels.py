@@ -232,6 +232,39 @@ def test_first_query_gets_no_gradient():
     assert torch.equal(net.grads(net.run(1))[1][0], torch.zeros(7, dtype=torch.float64))
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, pytest.param(
+    torch.bfloat16, marks=pytest.mark.xfail(reason='seam bug 16'))])
+def test_a_read_of_one_source_gives_its_query_no_gradient_whatever_was_left_out(dtype):
+    rows, w = [torch.randn(2, 3, 7).to(dtype).requires_grad_() for _ in range(2)], torch.randn(5, 7)
+    w = w.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    verbs = [('push', None), ('read', 2), ('push', None), ('read', 4)]
+    reads = follow('torch', verbs, [lambda _, y=y: y for y in rows], w, EPS)
+    grad = gradients(reads, [w])[0]
+    assert (grad[:4] == 0).all() and (grad[4] != 0).any()
+
+
+@pytest.mark.parametrize('grad, tokens', [(True, 2), (False, 1)])
+def test_the_newest_source_may_be_named_from_the_end(grad, tokens):
+    x, w = [torch.randn(1, tokens, 8) for _ in range(4)], torch.randn(3, 8)
+    with torch.set_grad_enabled(grad):
+        for path in ('torch', 'reference'):
+            v = kernels.new_sources(path, model.Sources, w, EPS, x[0])
+            for y in x[:3]:
+                v.push(y)
+            v.drop(-1)
+            v.drop(-2)
+            v.push(x[3])
+            expected = reference.attend([x[1], x[3]], w[1], EPS)
+            assert len(v) == 2 and torch.allclose(v.read(1).double(), expected, atol=1e-6)
+
+
+def test_anomaly_mode_finds_nothing():
+    """It stops at a NaN in any gradient, and what the tape holds before the first read is one, too."""
+    net = Net(5)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert all(g.isfinite().all() for g in net.grads(net.run(2)))
+
+
 @pytest.mark.parametrize('path', ['torch', 'reference'])
 @pytest.mark.parametrize('S', [1, 3])
 def test_huge_scores_and_non_contiguous_input(S, path):

@@ -336,7 +336,6 @@ def test_the_example_leaves_no_trace():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.xfail(reason='seam bug 10')
 @pytest.mark.parametrize('context', [lambda: torch.device('meta'), torch.inference_mode])
 def test_a_model_may_be_built_anywhere(context):
     """on the meta device, to count its parameters, or where nothing is recorded"""
