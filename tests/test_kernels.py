@@ -237,10 +237,24 @@ def test_first_query_gets_no_gradient():
 def test_a_read_of_one_source_gives_its_query_no_gradient_whatever_was_left_out(dtype):
     rows, w = [torch.randn(2, 3, 7).to(dtype).requires_grad_() for _ in range(2)], torch.randn(5, 7)
     w = w.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    verbs = [('push', None), ('read', 2), ('push', None), ('read', 4)]
-    reads = follow('torch', verbs, [lambda _, y=y: y for y in rows], w, EPS)
-    grad = gradients(reads, [w])[0]
-    assert (grad[:4] == 0).all() and (grad[4] != 0).any()
+    for verbs in ([('push', None), ('read', 2), ('push', None), ('read', 4)],
+                  [('push', None), ('read', 0), ('drop', 0), ('push', None), ('read', 3)]):
+        reads = follow('torch', verbs, [lambda _, y=y: y for y in rows], w, EPS)
+        grad = gradients(reads, [w])[0]
+        assert (grad[:4] == 0).all() and (grad[4] != 0).any() == (verbs[-1] == ('read', 4))
+
+
+@pytest.mark.parametrize('counted', [[0], [1], [0, 1], [2], [0, 1, 2]])
+def test_huge_scores_of_reads_that_take_no_part_leave_no_nan(counted, nan_in_new_memory):
+    """A read that was left out, or that the loss does not see, weighs nothing, whatever its query is."""
+    rows, w = [torch.randn(2, 3, 7).requires_grad_() for _ in range(4)], 1e3 * torch.randn(6, 7)
+    w = w.requires_grad_()
+    verbs = [('push', None), ('read', 1), ('push', None), ('push', None), ('read', 3), ('add', None), ('read', 5)]
+
+    def grads(source):
+        reads = source(verbs, [lambda _, y=y: y for y in rows], w, EPS)
+        return gradients([reads[k] for k in counted], rows)
+    agree(grads(lambda *a: follow('torch', *a)), grads(reference.follow), 2e-3)
 
 
 @pytest.mark.parametrize('grad, tokens', [(True, 2), (False, 1)])
