@@ -20,17 +20,24 @@ that a *visit*:
 
 The last term of dv_i is the derivative of r_i.
 
-How does a visit get dh_l? Each *step* of a forward pass (a new source and the read after it) is an
-autograd.Function. It takes some dummy tensors from the step before and hands new ones to the step
-after: the *tape*. Nobody ever reads their values. But autograd runs the steps backwards, and what a
-step returns as the gradient of a dummy is handed to the step before it. So a step finds there what
-all later steps have put down: dh, lse and delta of their reads, and the sum dw so far.
+How does a visit get dh_l of reads that come later in the forward pass? Each *step* (a new source
+and the read after it) is a torch.autograd.Function. PyTorch calls its forward, and in the backward
+pass its backward, which gets the gradient of every output and returns one for every input. A step
+takes some dummy tensors from the step before it and hands new ones to the step after it: the
+*tape*. Nobody reads their values. But the gradient that a step returns for a dummy is what the step
+before it gets. So the gradients of the tape carry whatever the later steps have to say: dh, lse and
+delta of their reads, and dw as far as it is summed.
 
     forward    step 0  ->  step 1  ->  step 2       dummies
     backward   step 0  <-  step 1  <-  step 2       dh, lse, delta, dw
 
-PyTorch does the arithmetic below, on any device; triton_kernels.py does it on CUDA. T is the number
-of tokens (all leading dimensions together), D the width, R the number of reads.
+Where a rule adds y to a source, a new row holds the sum, since earlier reads saw the old row. The
+gradient of the sum is also a gradient of the old row. It is called *carry* and travels in the same
+way, by a dummy of the old row.
+
+The arithmetic is written in PyTorch at the end of this file, for any device, and in Triton in
+triton_kernels.py, for CUDA. T is the number of tokens (all leading dimensions together), D the
+width, R the number of reads.
 """
 import functools
 import warnings
@@ -57,11 +64,14 @@ def choose(kernel, h):
     return kernel
 
 
-def new_sources(kernel, plain, w, eps, h):
-    """ Empty sources for tensors like h. w (R, D); plain: model.Sources, or a rule's own class. """
+def new_sources(kernel, reference, w, eps, h):
+    """ Empty sources for tensors like h (..., D), with w (R, D).
+
+    reference: the class that says what they compute, model.Sources or a rule's own.
+    """
     path = choose(kernel, h)
     if path == 'reference':
-        return plain(w, eps)
+        return reference(w, eps)
     one_token = h.numel() == h.size(-1)
     no_graph = not torch.is_grad_enabled()
     if path == 'torch' and one_token and no_graph and not torch.is_autocast_enabled(h.device.type):
@@ -69,14 +79,14 @@ def new_sources(kernel, plain, w, eps, h):
     return FastSources(w, eps, path)
 
 
-def checked_kernel(kernel, plain):
-    """ kernel, or 'reference' if the class `plain` computes something else than the kernels do.
+def checked_kernel(kernel, reference):
+    """ kernel, or 'reference' if that class of sources computes something else than the kernels.
 
     So whoever edits model.Sources, or gives a rule sources of its own, gets what they wrote.
     """
-    if kernel == 'reference' or same_function(plain):
+    if kernel == 'reference' or same_function(reference):
         return kernel
-    name = plain.__qualname__
+    name = reference.__qualname__
     if kernel != 'auto':
         raise ValueError(f'kernel={kernel!r}: must be auto or reference, because {name} computes '
                          'something else than the kernels do')
@@ -85,28 +95,29 @@ def checked_kernel(kernel, plain):
     return 'reference'
 
 
-def same_function(plain):
-    """ Whether sources of the class `plain` compute what those here do.
+def same_function(reference):
+    """ Whether sources of that class compute what those of this file do.
 
-    A subclass is taken to be different, and so is a class with verbs that are not known here.
+    A subclass is taken to be different, and so is a class with a public method not known here.
     """
-    verbs = {name for name in vars(plain) if not name.startswith('_')}
-    if plain.__bases__ != (object,) or not verbs <= {*dir(FastSources), 'score'}:
+    methods = {name for name in vars(reference) if not name.startswith('_')}
+    if reference.__bases__ != (object,) or not methods <= {*dir(FastSources), 'score'}:
         return False
-    functions = [value for value in vars(plain).values() if callable(value)]
-    return same_on_an_example(plain, *functions)
+    functions = [value for value in vars(reference).values() if callable(value)]
+    return same_on_an_example(reference, *functions)
 
 
 @functools.cache
-def same_on_an_example(plain, *functions):
-    """ Compares weights, reads and gradients. `functions` make it look again after a change. """
-    R, D = 12, 3
+def same_on_an_example(reference, *functions):
+    """ Compares weights, reads and gradients in float64. `functions`: a change of them counts. """
+    R, D = 12, 3  # up to 10 sources at once
     numbers = torch.arange(3 * R * D, dtype=torch.float64, device='cpu').sin().view(3 * R, D)
-    sharper = torch.linspace(0.2, 20, R, dtype=torch.float64, device='cpu').unsqueeze(1)
+    sharpness = torch.linspace(0.2, 20, R, dtype=torch.float64, device='cpu')
+    queries, outputs = numbers[:R] * sharpness.unsqueeze(1), numbers[R:].view(R, 1, 2, D)
 
     def example(sources):
-        w = (numbers[:R] * sharper).requires_grad_()
-        ys = [y.clone().requires_grad_() for y in numbers[R:].view(R, 1, 2, D)]
+        w = queries.clone().requires_grad_()
+        ys = [y.clone().requires_grad_() for y in outputs]
         v, weights, reads = sources(w, 0.1), [], []
         for l, y in enumerate(ys):
             if l in (2, 3):
@@ -123,9 +134,9 @@ def same_on_an_example(plain, *functions):
     with torch.inference_mode(False), torch.enable_grad():
         ours = example(functools.partial(FastSources, path='torch'))
         try:
-            theirs = example(plain)
+            theirs = example(reference)
             return all(map(torch.allclose, ours, theirs))
-        except (RuntimeError, TypeError, ValueError, AttributeError):  # made for other tensors
+        except Exception:  # made for other tensors, or at fault, which shows when it runs
             return False
 
 
@@ -133,23 +144,24 @@ def same_on_an_example(plain, *functions):
 # The chain of steps.
 
 class Step(NamedTuple):
-    """ What a step does: it writes a row, if there is one to write, and takes a read, if asked. """
-    row: int  # the row to write
-    base: int  # the row that it adds to
-    read: int
-    first: int  # the first read that can see the row
-    live: tuple  # the rows that the read sees
-    n_ended: int  # how many rows no read sees from now on
+    """ What a step does. It writes a row, or takes a read, or both, in this order. """
+    row: int  # the row to write, or NONE
+    base: int  # the row that it is added to, or NONE
+    read: int  # l of the read to take, or NONE
+    first: int  # the next read that was not taken yet: the first one that can see the row
+    live: tuple  # the rows that the read sees, the oldest first
+    n_ended: int  # how many rows end here: no read sees them from now on
     eps: float
-    triton: bool
+    triton: bool  # whether the Triton kernels compute it
     shape: tuple  # of the sources and of h, (..., D)
 
 
 class FastSources:
     """ The sources of model.Sources. Reads come in ascending order, each once; gaps are allowed.
 
-    v is a buffer of rows. push writes a row, and so does add: the backward pass still needs the sum
-    as it was before. A row is written together with the next read, to be one launch on a GPU.
+    Sources are rows of a buffer v (rows, T, D). push makes a row, and so does add, because the
+    backward pass still needs the old sum. Then the old row *ends*: no later read sees it. A row
+    waits to be written together with the next read, since on a GPU both are one launch.
     """
     def __init__(self, w, eps, path):
         self.w, self.eps, self.triton = w, eps, path == 'triton'
@@ -158,7 +170,7 @@ class FastSources:
         self.ended = []  # rows that no read sees from now on
         self.waiting = None  # the row that is not written yet: (y, the row that y is added to)
         self.n_rows = self.next_read = 0
-        self.dummies = {}  # row -> two dummies like those of the tape, for what comes after the row
+        self.dummies = {}  # row -> its two dummies `missed` and `carry`, see _Step
 
     def __len__(self):
         return len(self.live)
@@ -200,7 +212,7 @@ class FastSources:
         elif y.shape != self.shape:
             raise ValueError(f'a source of shape {tuple(y.shape)}: must be {tuple(self.shape)}, '
                              'like the first one')
-        elif self.n_rows == len(self.v):  # earlier steps keep the smaller buffer
+        elif self.n_rows == len(self.v):  # full: copy to a larger one; earlier steps keep theirs
             self.v = torch.cat([self.v, torch.empty_like(self.v)])
             self.scores = torch.cat([self.scores, torch.empty_like(self.scores)])
         self.waiting = y, base
@@ -240,16 +252,16 @@ class FastSources:
 class _Step(torch.autograd.Function):
     """ Writes y (..., D) as a row of v (rows, T, D) and returns h_l (..., D). See Step.
 
-    In the backward the tape holds:
-        dh (R, T, D)        the gradients of the reads so far, that is, of this read and later ones
+    In the backward pass the gradients of the tape's four dummies are
+        dh (R, T, D)        the gradients of h_k of this read and of all later ones
         stats (2, R, T)     their lse and delta
         dw (R, D)           the sum so far
         skipped ()          how many of the last reads take no part in this backward pass
-    and the row's two dummies:
+    and those of the row's own two dummies
         missed ()           how many of the last reads did not see the row, because it had ended
         carry (T, D)        the gradient of the row that was made by adding to this one
-    A missing gradient is None, or zeros under torch.compile. So the two counts are made such that 0
-    leaves nothing out: the row was seen by reads first .. R - max(skipped, missed) - 1.
+    So reads first .. R - max(skipped, missed) - 1 saw the row and count. If nobody gives a dummy a
+    gradient, it is None, or zeros under torch.compile. Both mean that nothing was left out.
     """
     @staticmethod
     def forward(ctx, step, v, scores, y, w, base_carry, *ended_and_tape):
@@ -259,11 +271,11 @@ class _Step(torch.autograd.Function):
             h, lse = run(v, scores, y_flat, w, step.live, step.row, step.base, step.read, step.eps,
                          step.triton)
         ctx.save_for_backward(h, lse, w)
-        ctx.v = v  # not saved, since later steps write other rows of it; this one stays as it is
+        ctx.v = v  # save_for_backward would object when later steps write other rows of v
         ctx.set_materialize_grads(False)
         ctx.step, ctx.y_dtype = step, v.dtype if y is None else y.dtype
         missed, carry = torch.zeros((), device='cpu'), v.new_zeros(()).expand(v[0].shape)
-        tape = [t.detach() for t in ended_and_tape[step.n_ended:]]
+        tape = [t.detach() for t in ended_and_tape[step.n_ended:]]  # new ones, without a copy
         return None if step.read == NONE else h.view(step.shape), missed, carry, *tape
 
     @staticmethod
@@ -272,11 +284,11 @@ class _Step(torch.autograd.Function):
         (h, lse, w), v, step = ctx.saved_tensors, ctx.v, ctx.step
         R, T, D = len(w), *v[0].shape
         if not graph_is_retained():
-            ctx.v = None
+            ctx.v = None  # frees the buffer, as autograd frees what was saved
         if dh is None:  # no later step has a gradient: this backward pass begins here
             dh, stats, dw = v.new_zeros(R, T, D), w.new_zeros(2, R, T), torch.zeros_like(w)
             n_reads = step.first if step.read == NONE else step.read + 1
-            skipped = torch.tensor(float(R - n_reads), device='cpu')
+            skipped = torch.tensor(float(R - n_reads), device='cpu')  # gradients are floats
         if step.read != NONE:
             dh_l = torch.zeros_like(h) if dh_l is None else dh_l.reshape(T, D)
         run = _backward_op if torch.compiler.is_compiling() else _backward
@@ -291,15 +303,19 @@ class _Step(torch.autograd.Function):
 
 
 def graph_is_retained():
-    """ Whether this backward pass may be followed by another one over the same graph. """
+    """ Whether another backward pass over the same graph may follow (retain_graph=True). """
     if torch.compiler.is_compiling():
         return True
+    # PyTorch has no public name for it; its own activation checkpointing asks in this way.
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _forward(v: Tensor, scores: Tensor, y: Tensor | None, w: Tensor, live: list[int], row: int,
              base: int, l: int, eps: float, use_triton: bool) -> tuple[Tensor, Tensor]:
-    """ Writes y, plus row `base`, into `row` of v. Returns h_l (T, D) and its lse (T,). """
+    """ Writes y, plus row `base`, into `row` of v. Returns h_l (T, D) and its lse (T,).
+
+    Without a read both are empty memory: an operation under torch.compile must return tensors.
+    """
     if use_triton and row != NONE and l != NONE:
         return triton_kernels.read(v, y, w, live, row, base, l, eps)
     if row != NONE:
@@ -320,18 +336,21 @@ def _backward(v: Tensor, dh_l: Tensor | None, h: Tensor, lse: Tensor, w: Tensor,
               carry: Tensor | None, missed: Tensor | None, skipped: Tensor, dh: Tensor,
               stats: Tensor, dw: Tensor, row: int, l: int, first: int, eps: float,
               use_triton: bool) -> Tensor:
-    """ Puts dh_l on the tape. Returns the gradient of the row, (T, D), and adds its part to dw. """
+    """ Puts dh_l on the tape. Returns the gradient of the row, (T, D), and adds its part to dw.
+
+    Without a row it returns empty memory.
+    """
     # The row was seen by reads first .. last - 1: until it ended, or this backward pass begins.
     last = len(w) - max(int(skipped), 0 if missed is None else int(missed))
-    if l > first:  # reads that the rule has left out weigh nothing
-        dh[first:l] = stats[1, first:l] = 0
+    if l > first:  # the rule has left out some reads: with lse = inf their alpha is 0
         stats[0, first:l] = torch.inf
+        dh[first:l] = stats[1, first:l] = 0
     if use_triton and row != NONE and l != NONE:
         return triton_kernels.visit(v[row], dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps)
     if l != NONE:
         dh[l].copy_(dh_l)
         stats[0, l].copy_(lse)
-        torch.sum(dh_l * h, -1, dtype=w.dtype, out=stats[1, l])
+        torch.sum(dh_l.to(w.dtype) * h, -1, out=stats[1, l])
     if row == NONE:
         return torch.empty_like(v[0])
     reads = slice(first, last)
@@ -380,7 +399,8 @@ def _torch_read(v, scores, live):
 def _torch_visit(v, w, carry, dh, lse, delta, dw, own, eps):
     """ The gradient of a row v (T, D) that M reads saw, in v's dtype. Adds to dw in place.
 
-    w, dw (M, D); dh (M, T, D); lse, delta (M, T); carry (T, D) or None; own: the row's own read.
+    w, dw (M, D); dh (M, T, D); lse, delta (M, T); carry (T, D) or None; own: which of the M reads
+    came right after the row was written.
     """
     dtype, v = v.dtype, v.to(w.dtype)
     z, r = _score(v, w, eps)
@@ -402,15 +422,18 @@ def _torch_visit(v, w, carry, dh, lse, delta, dw, own, eps):
 class OneToken:
     """ The sources of one token without gradient, as in decoding, in as few operations as possible.
 
-    A small operation costs the same whatever it does. With these sources a token of a network of 12
-    blocks and width 384 takes 1.1 times as long as with the standard residual, with others 1.5.
+    An operation on so few numbers costs its launch, whatever it does. A token of a network of 12
+    transformer blocks and width 384 takes 1.1 times as long as with the standard residual; with
+    FastSources it takes 1.5 times as long.
 
-    padded[i] is [v_i, sqrt(D eps)]. Its length is sqrt(D) / r_i, so z = sqrt(D) (v_i . w) / length.
-    A read goes over all rows, since a view of some is one more operation: `mask` excludes the rest.
+    The norms are taken of rows with one more number, padded[i] = [v_i, sqrt(D eps)], because their
+    length is sqrt(D) / r_i, with eps in it. So z = sqrt(D) (v_i . w) / length. Scores are computed
+    of all rows, also of those that are still free, since choosing some is one more operation.
+    mask[n - 1] puts those of the free rows, from n on, to -inf.
     """
     def __init__(self, w, eps):
         R, D = w.shape
-        self.w, self.n, self.on_read = (w * D ** 0.5).unbind(), 0, None
+        self.w, self.n, self.on_read = (w * D ** 0.5).unbind(), 0, None  # n: the number of sources
         self._use(w.new_full((R, D + 1), (D * eps) ** 0.5))
 
     def _use(self, padded):

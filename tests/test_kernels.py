@@ -232,8 +232,7 @@ def test_first_query_gets_no_gradient():
     assert torch.equal(net.grads(net.run(1))[1][0], torch.zeros(7, dtype=torch.float64))
 
 
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, pytest.param(
-    torch.bfloat16, marks=pytest.mark.xfail(reason='seam bug 16'))])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
 def test_a_read_of_one_source_gives_its_query_no_gradient_whatever_was_left_out(dtype):
     rows, w = [torch.randn(2, 3, 7).to(dtype).requires_grad_() for _ in range(2)], torch.randn(5, 7)
     w = w.to(torch.promote_types(dtype, torch.float32)).requires_grad_()

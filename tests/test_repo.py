@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {
     'model.py': 442,
-    'kernels.py': 460,
+    'kernels.py': 485,
     'triton_kernels.py': 170,
     'weights.py': 245,
     'baselines.py': 375,
