@@ -286,7 +286,7 @@ class _Step(torch.autograd.Function):
         if not graph_is_retained():
             ctx.v = None  # frees the buffer, as autograd frees what was saved
         if dh is None:  # no later step has a gradient: this backward pass begins here
-            dh, stats, dw = v.new_zeros(R, T, D), w.new_zeros(2, R, T), torch.zeros_like(w)
+            dh, stats, dw = v.new_empty(R, T, D), w.new_empty(2, R, T), torch.zeros_like(w)
             n_reads = step.first if step.read == NONE else step.read + 1
             skipped = torch.tensor(float(R - n_reads), device='cpu')  # gradients are floats
         if step.read != NONE:
