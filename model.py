@@ -184,10 +184,7 @@ class FullAttnRes(AttnRes):
 
 
 class BlockAttnRes(AttnRes):
-    """ The same, but the sources are the embedding and the sums over residual blocks of S sublayers
-
-    The residual block in progress is a source, too, with its sum so far.
-    """
+    """ The same over sums: of each residual block of S sublayers, and of the one in progress. """
     def residual_block_length(self, config):
         return math.ceil(2 * config.n_layer / config.residual_blocks)
 

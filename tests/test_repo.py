@@ -13,7 +13,7 @@ import model
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {
-    'model.py': 442,
+    'model.py': 438,
     'kernels.py': 485,
     'triton_kernels.py': 170,
     'weights.py': 245,
@@ -23,7 +23,7 @@ BUDGETS = {
     'compare.py': 50,
     'config/__init__.py': 180,
     'data/prepare.py': 270,
-    'README.md': 186,
+    'README.md': 181,
 }
 
 
