@@ -114,7 +114,7 @@ class Sources:
         self.scores.append(self.score(y))
 
     def add(self, y):
-        """ The newest source becomes itself + y. """
+        """ The newest source becomes itself + y. Before the first push that is the embedding. """
         self.scores.pop()
         self.push(self.v.pop() + y)
 

@@ -48,6 +48,7 @@ if triton is not None:
                      D: tl.constexpr, TILE: tl.constexpr):
         """ Writes v[row] = y, plus v[base] if base >= 0. Reads it and n other rows into h.
 
+        v (rows, T, D); y, h (T, D); others (n,): their row numbers; w (R, D); lse (T,).
         The softmax takes one pass: when a larger score comes, the sums so far are scaled down.
         """
         token, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
@@ -76,25 +77,27 @@ if triton is not None:
 
     @triton.jit
     def _contribution(v_i, r, w_l, dh_l, lse, delta):
-        """ What read l says of a row v_i: its part of dv_i, dz z and dz r. """
+        """ What read l adds to the gradient of a row v_i: its part of dv_i, then dz z and dz r. """
         z = tl.sum(w_l * v_i, 0) * r
         alpha = tl.exp(z - lse)
         dz = alpha * (tl.sum(dh_l * v_i, 0) - delta)
         return alpha * dh_l + dz * r * w_l, dz * z, dz * r
 
     @triton.jit(do_not_specialize=['T', 'R', 'l', 'last'])
-    def _visit_kernel(v, w, dh_l, h, lse, carry, dh, stats, dz_r, dv, T, R, l, last, eps,
+    def _visit_kernel(v_row, w, dh_l, h, lse, carry, dh, stats, dz_r, dv, T, R, l, last, eps,
                       D: tl.constexpr, TILE: tl.constexpr):
-        """ dv, the gradient of the row v, from reads l .. last - 1, and their dz r [read, T].
+        """ dv, the gradient of the row, from reads l .. last - 1, and the dz r of each.
 
-        Read l is the one of the step that wrote the row. Its gradient dh_l, its lse and delta go on
-        the tape, dh [R, T, D] and stats [lse or delta, R, T]. Those of later reads are there.
+        v_row, dh_l, h, carry, dv (T, D); w (R, D); lse (T,); dz_r (last - l, T).
+        Read l is the one of the step that wrote the row. Its dh_l, lse and delta are written to the
+        tape, dh (R, T, D) and stats (2, R, T): first lse, then delta. Those of later reads are
+        there already.
         """
         token, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
         mask = d < D
         here = token * D + d
         T = tl.cast(T, tl.int64)
-        v_i = _load(v, here, mask)
+        v_i = _load(v_row, here, mask)
         r = tl.rsqrt(tl.sum(v_i * v_i, 0) / D + eps)
         dh_k = _load(dh_l, here, mask)
         lse_k = tl.load(lse + token)
@@ -103,17 +106,17 @@ if triton is not None:
         tl.store(stats + l * T + token, lse_k)
         tl.store(stats + (R + l) * T + token, delta_k)
         w_k = _load(w + l * D, d, mask)
-        dv_i, dz_z, c = _contribution(v_i, r, w_k, dh_k, lse_k, delta_k)
-        tl.store(dz_r + token, c)
+        dv_i, dz_z, dz_r_k = _contribution(v_i, r, w_k, dh_k, lse_k, delta_k)
+        tl.store(dz_r + token, dz_r_k)
         for k in range(l + 1, last):
             dh_k = _load(dh + k * T * D, here, mask)
             lse_k = tl.load(stats + k * T + token)
             delta_k = tl.load(stats + (R + k) * T + token)
             w_k = _load(w + k * D, d, mask)
-            dv_part, dz_z_part, c = _contribution(v_i, r, w_k, dh_k, lse_k, delta_k)
+            dv_part, dz_z_part, dz_r_k = _contribution(v_i, r, w_k, dh_k, lse_k, delta_k)
             dv_i += dv_part
             dz_z += dz_z_part
-            tl.store(dz_r + (k - l) * T + token, c)
+            tl.store(dz_r + (k - l) * T + token, dz_r_k)
         dv_i -= dz_z * r * r / D * v_i
         if carry is not None:
             dv_i += _load(carry, here, mask)
@@ -152,16 +155,17 @@ def read(v, y, w, live, row, base, l, eps):
     return h, lse
 
 
-def visit(v, dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps):
-    """ kernels._backward for such a step, v (T, D) being its row: dv (T, D). Adds to dw. """
-    dv, dz_r = torch.empty_like(v), w.new_empty(last - l, len(v))
-    moved = last - l + (4 if carry is None else 5)  # v, h, carry and last - l of dh in; dh, dv out
-    _launch(_visit_kernel, moved, v, v, w, dh_l.contiguous(), h, lse, carry, dh, stats, dz_r, dv,
-            len(v), len(w), l, last, eps)
-    if v.dtype == torch.bfloat16:  # as precise as autocast's gradient of any weight, and no copy
-        dw[l:last] += dz_r.bfloat16() @ v
+def visit(v_row, dh_l, h, lse, w, carry, dh, stats, dw, l, last, eps):
+    """ kernels._backward for such a step, whose row v_row (T, D) is: dv (T, D). Adds to dw. """
+    T = len(v_row)
+    dv, dz_r = torch.empty_like(v_row), w.new_empty(last - l, T)
+    moved = last - l + (4 if carry is None else 5)  # row, h, carry, last - l of dh in; dh, dv out
+    _launch(_visit_kernel, moved, v_row, v_row, w, dh_l.contiguous(), h, lse, carry, dh, stats,
+            dz_r, dv, T, len(w), l, last, eps)
+    if v_row.dtype == torch.bfloat16:  # as precise as autocast's gradient of a weight, and no copy
+        dw[l:last] += dz_r.bfloat16() @ v_row
     else:
-        dw[l:last] += dz_r @ v.float()
+        dw[l:last] += dz_r @ v_row.float()
     if traffic is not None:
-        traffic.append(('dw', v.nbytes))
+        traffic.append(('dw', v_row.nbytes))
     return dv

@@ -27,7 +27,7 @@ def compile_for(arch, kernel, width, kind, carry=True):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     tile = triton.next_power_of_2(width)
-    types = dict.fromkeys(('v', 'y', 'h', 'dh_l', 'carry', 'dh', 'dv'), TYPES[kind])
+    types = dict.fromkeys(('v', 'v_row', 'y', 'h', 'dh_l', 'carry', 'dh', 'dv'), TYPES[kind])
     types |= dict.fromkeys(('w', 'lse', 'stats', 'dz_r'), '*fp32')
     types |= {'others': '*i32', 'eps': 'fp32'}
     signature, constants, aligned = {}, {'D': width, 'TILE': tile}, {}

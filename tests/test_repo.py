@@ -15,7 +15,7 @@ README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {
     'model.py': 438,
     'kernels.py': 485,
-    'triton_kernels.py': 170,
+    'triton_kernels.py': 172,
     'weights.py': 245,
     'baselines.py': 375,
     'train.py': 634,
