@@ -94,23 +94,25 @@ def dots(results, path, base, paper):
     finish(figure, path)
 
 
-def start(results, path):
-    """ A panel a quantity over the first steps, a line a run.
+def start(results, path, lines):
+    """ A panel a quantity over the first steps. A line is the mean over the seeds of a recipe.
 
-    results['runs']: {label: {'step': [...], quantity: [...], ...}}
+    lines: {recipe: 'colour linestyle'}, the recipes to draw.
     """
     pyplot = plt()
-    runs = results['runs']
-    quantities = [key for key in next(iter(runs.values())) if key != 'step']
-    n = len(quantities)
-    figure, axes = pyplot.subplots(1, n, figsize=(3.5 * n, 3.4), squeeze=False,
-                                   layout='constrained')
-    for ax, quantity in zip(axes[0], quantities, strict=True):
-        for i, (label, run) in enumerate(runs.items()):
-            ax.plot(run['step'], run[quantity], color=colour(i), lw=1.3, label=label)
+    quantities = 'validation loss', 'norm of the queries', 'entropy of the weights'
+    figure, axes = pyplot.subplots(1, 3, figsize=(9.5, 3.6), layout='constrained')
+    for ax, quantity in zip(axes, quantities, strict=True):
+        for recipe, style in lines.items():
+            i, dashes = style.split()
+            runs = results['runs'][recipe]
+            mean = np.mean([run[quantity] for run in runs], axis=0)
+            ax.plot(runs[0]['step'], mean, dashes, color=colour(int(i)), lw=1.3, label=recipe)
         ax.set_title(quantity, fontsize=9)
         ax.set_xlabel('step')
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc='outside right center', fontsize=8)
+    axes[0].set_ylim(2.25, 3.0)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4,
+                  fontsize=8)
     finish(figure, path)
 
 
@@ -174,7 +176,7 @@ def depth(modes, path):
     shown = {label: m for label, m in modes.items() if m['matrix']}
     if not shown:
         return
-    columns = min(len(shown), 4)
+    columns = len(shown) if len(shown) <= 4 else 3
     lines = -(-len(shown) // columns)
     size = (3.2 * columns + 0.8, 3.3 * lines + 0.6)
     figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False,

@@ -15,6 +15,7 @@ import tomllib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -113,7 +114,11 @@ def show_depth(name, data):
 
 
 def show_start(name, data):
-    return [picture(name, 'the first steps of training')]
+    rows = [('recipe', *(f'seed {seed}' for seed in data['seeds']), 'mean')]
+    for recipe, runs in data['runs'].items():
+        final = [run['validation loss'][-1] for run in runs]
+        rows.append((recipe, *(f'{loss:.3f}' for loss in (*final, mean(final)))))
+    return [markdown(rows), picture(name, 'the first steps of training')]
 
 
 SHOW = {'loss': show_loss, 'dots': show_dots, 'sweep': show_sweep, 'scaling': show_scaling,
@@ -139,8 +144,7 @@ def render(text):
 # -----------------------------------------------------------------------------
 # The pictures.
 
-DRAW = {'loss': pictures.loss, 'sweep': pictures.sweep, 'scaling': pictures.scaling,
-        'start': pictures.start}
+DRAW = {'loss': pictures.loss, 'sweep': pictures.sweep, 'scaling': pictures.scaling}
 
 
 def draw():
@@ -154,6 +158,8 @@ def draw():
             pictures.dynamics(data['modes'], ROOT / 'assets' / 'dynamics.png')
         elif part['kind'] == 'dots':
             pictures.dots(data, path, part['base'], part['paper'])
+        elif part['kind'] == 'start':
+            pictures.start(data, path, part['lines'])
         elif part['kind'] in DRAW:
             DRAW[part['kind']](data, path)
     if asset('quiet') and asset('quiet_depth'):
