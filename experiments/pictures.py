@@ -176,7 +176,7 @@ def depth(modes, path):
     shown = {label: m for label, m in modes.items() if m['matrix']}
     if not shown:
         return
-    columns = len(shown) if len(shown) <= 4 else 3
+    columns = 3 if len(shown) in (5, 6) else min(len(shown), 4)
     lines = -(-len(shown) // columns)
     size = (3.2 * columns + 0.8, 3.3 * lines + 0.6)
     figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False,
@@ -249,8 +249,9 @@ def dynamics(modes, path):
 def front_page(results, maps, path):
     """ Loss curves above, what Full and Block read below; large enough to be read on a phone. """
     pyplot = plt()
-    figure, axes = pyplot.subplot_mosaic([['loss', 'loss'], ['full', 'block:8']], figsize=(6.4, 6.2),
-                                         layout='constrained', height_ratios=(1, 1.15))
+    figure, axes = pyplot.subplot_mosaic([['loss', 'loss'], ['full', 'block:8']],
+                                         figsize=(6.4, 6.2), layout='constrained',
+                                         height_ratios=(1, 1.15))
     ends = []
     for colour, (label, m) in zip(COLOURS, results['modes'].items(), strict=False):
         steps = [step for step, _ in m['history'][0]][1:]

@@ -163,7 +163,8 @@ def draw():
         elif part['kind'] in DRAW:
             DRAW[part['kind']](data, path)
     if asset('quiet') and asset('quiet_depth'):
-        pictures.front_page(asset('quiet'), asset('quiet_depth')['modes'], ROOT / 'assets' / 'readme.png')
+        path = ROOT / 'assets' / 'readme.png'
+        pictures.front_page(asset('quiet'), asset('quiet_depth')['modes'], path)
 
 
 # -----------------------------------------------------------------------------
