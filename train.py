@@ -419,7 +419,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, stop=()):
-        """ Mean cross-entropy of the validation windows in nats per token; None if a signal came. """
+        """ Mean cross-entropy of the validation windows, nats per token; None if a signal came. """
         losses, counts = [], []
         self.model.eval()
         for x, y in self.data.val_batches(self.rank, self.world):
@@ -552,7 +552,7 @@ def read_run(out_dir):
                              f'(it lacks {key})')
     for key in ('run', 'config', 'progress'):
         if not isinstance(state[key], dict) or not state[key]:
-            raise ValueError(f'{path}: not a checkpoint of train.py (its {key} is empty or no table)')
+            raise ValueError(f'{path}: not a checkpoint of train.py (its {key} is empty)')
     return state
 
 
@@ -569,7 +569,7 @@ def run_identity(cfg, data):
 
 
 def check_identity(cfg, data, old):
-    """ ValueError names the first thing in which cfg and data differ from the run to go on with. """
+    """ ValueError names the first thing in which cfg and data differ from a run to go on with. """
     new = run_identity(cfg, data)
     for key in [*new, *(old.keys() - new.keys())]:
         now = new.get(key)

@@ -1,4 +1,4 @@
-""" What device=auto, dtype=auto and compile=none stand for on this machine, and what fits into it. """
+""" What device=auto, dtype=auto and compile=none stand for on this machine, and what fits in. """
 import functools
 import math
 import os

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 
 
 def begin():
-    """ Until run, Ctrl-C ends the program at once and says nothing: there is nothing to save yet. """
+    """ Until run, Ctrl-C ends the program at once and silently: there is nothing to save yet. """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -36,7 +36,7 @@ def run(main):
                 sys.stdout.flush()
     except BrokenPipeError:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # or Python would complain when it flushes stdout at exit
+        os.dup2(null, sys.stdout.fileno())  # or Python complains when it flushes stdout at exit
     except KeyboardInterrupt:
         print('error: interrupted', file=sys.stderr)
         raise SystemExit(130) from None
