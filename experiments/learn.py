@@ -59,7 +59,7 @@ def copy(folder, diff=''):
 
 
 def trained(residual, seed, diff='', *settings):
-    """ The folder of a finished run of train.py with the rule, edited by diff; trains if need be. """
+    """ The folder of a finished run with the rule, edited by diff. Trains if there is none. """
     name = f'{residual}-{hashlib.sha256(diff.encode()).hexdigest()[:8]}-{seed}'
     folder = ROOT / 'out' / 'learn' / name
     command = [sys.executable, 'train.py', 'config/learn.toml', f'--out_dir={folder}',

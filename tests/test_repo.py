@@ -23,7 +23,8 @@ BUDGETS = {
     'compare.py': 50,
     'config/__init__.py': 180,
     'data/prepare.py': 270,
-    'README.md': 181,
+    'README.md': 173,
+    'LEARN.md': 166,
 }
 
 
@@ -47,14 +48,14 @@ def test_budget(name):
 
 
 def test_budget_of_experiments():
-    """ Seven verbs and their pictures; one idea a line and 100 columns cost a third more than packing. """
+    """ Seven verbs, two studies and their pictures, one idea a line. """
     files = (ROOT / 'experiments').glob('*.py')
-    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2470
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2740
 
 
 def test_no_surprises_at_the_top():
     known = {'model.py', 'kernels.py', 'triton_kernels.py', 'weights.py', 'baselines.py', 'train.py',
-             'sample.py', 'compare.py', 'README.md', 'RESULTS.md', 'pyproject.toml', 'LICENSE',
+             'sample.py', 'compare.py', 'README.md', 'RESULTS.md', 'LEARN.md', 'pyproject.toml', 'LICENSE',
              'CITATION.cff', '.gitignore'}
     assert {p.name for p in tracked() if p.parent == ROOT} <= known
 
