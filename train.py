@@ -328,17 +328,16 @@ class Run:
     def warm_up(self):
         """ Says what will run and, after a step that changes nothing, how long all of it takes. """
         cfg, n_params = self.cfg, self.model.n_params()
+        like = torch.empty(0, device=self.device, dtype=self.dtype)
         kernel = 'none'
         if hasattr(self.model.residual, 'kernel'):
-            like = torch.empty(0, device=self.device, dtype=self.dtype)
             kernel = kernels.choose(self.model.residual.kernel, like)
         say = self.display.say
         say(f'{cfg.residual}: {self.model.residual.describe()}; {n_params / 1e6:.2f} M parameters')
         say(f'{self.world} x {self.device.type}, {str(self.dtype).removeprefix("torch.")}, '
             f'kernel {kernel}, compile {"on" if self.compiled else "off"}')
-        if self.device.type == 'cuda' and kernel == 'torch' and cfg.kernel == 'auto':
-            say(f'kernel triton cannot run here: {triton_kernels.refusal(like)}')
-        for line in advice(cfg, n_params, self.tokens_per_step, self.device):
+        for line in (*kernel_advice(cfg, kernel, like),
+                     *advice(cfg, n_params, self.tokens_per_step, self.device)):
             say(line)
         if self.compiled or kernel == 'triton':
             say('compiling: the first pass takes much longer than the others')
@@ -512,6 +511,13 @@ def first_model(cfg, data):
         raise ValueError(f'dataset={cfg.dataset!r}: must be of --tokenizer=gpt2 for '
                          f'init_from={cfg.init_from!r}')
     return GPT.from_pretrained(cfg.init_from, **asdict(model))
+
+
+def kernel_advice(cfg, kernel, like):
+    """ On a GPU, a line that says why its faster kernel does not run on tensors like `like`. """
+    if like.is_cuda and kernel == 'torch' and cfg.kernel == 'auto':
+        return [f'kernel triton cannot run here: {triton_kernels.refusal(like)}']
+    return []
 
 
 def advice(cfg, n_params, tokens_per_step, device):

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -817,3 +818,15 @@ def test_an_emptied_checkpoint_is_refused(config, tmp_path, key):
         torch.save(state | {key: value}, tmp_path / 'run' / 'ckpt.pt')
         with pytest.raises(ValueError, match=key):
             T.train(config(max_iters=1, resume=True), quiet=True)
+
+
+def test_a_gpu_that_triton_does_not_know_is_told_why(monkeypatch):
+    """ Asked for nothing, the trainer says why the faster kernel is left out; else it is silent. """
+    monkeypatch.setattr(T.triton_kernels, 'refusal', lambda h: 'the GPU is too old')
+    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+    auto, asked = TrainConfig(), TrainConfig(kernel='torch')
+    line, = T.kernel_advice(auto, 'torch', on_gpu)
+    assert line == 'kernel triton cannot run here: the GPU is too old'
+    for cfg, kernel, like in ((auto, 'triton', on_gpu), (auto, 'torch', on_cpu), (asked, 'torch', on_gpu),
+                              (auto, 'none', on_gpu)):
+        assert T.kernel_advice(cfg, kernel, like) == []
