@@ -2,8 +2,9 @@
 Weights in and out: checkpoints of train.py, GPT-2's weights, folders that transformers loads.
 """
 import os
+import sys
 import zipfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
 import torch
@@ -115,6 +116,23 @@ def from_pretrained(name_or_dir, residual='standard', **overrides):
     return model.eval()
 
 
+@contextmanager
+def package_kernels():
+    """ While it lasts, `import kernels` finds the installed package, if any, and not kernels.py.
+
+    transformers imports a package that happens to have the name of a file of this project.
+    """
+    here, path = os.path.dirname(os.path.abspath(__file__)), sys.path[:]
+    ours = sys.modules['kernels']
+    sys.path[:] = [folder for folder in path if os.path.abspath(folder) != here]
+    del sys.modules['kernels']
+    try:
+        yield
+    finally:
+        sys.path[:], sys.modules['kernels'] = path, ours
+
+
+@package_kernels()
 def load_gpt2(name):
     """ transformers' GPT2LMHeadModel of that name or folder, downloaded if it is not here.
 
@@ -163,6 +181,7 @@ def transpose(weights):
     return {key: w.T if key.endswith(names) else w for key, w in weights.items()}
 
 
+@package_kernels()
 def save_pretrained(model, folder):
     """ Writes a folder that GPT2LMHeadModel.from_pretrained loads. Only for the standard rule. """
     c = model.config

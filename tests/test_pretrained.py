@@ -10,10 +10,12 @@ import baselines  # noqa: F401 - registers its rules
 import sample
 from data.tokenizer import CharTokenizer
 from model import GPT, GPTConfig
-from weights import initial_weights, model_config
+from weights import initial_weights, model_config, package_kernels
 
 hf = pytest.importorskip('transformers', reason="transformers is not installed: pip install 'transformers>=4.40'")
 hf.utils.logging.disable_progress_bar()
+with package_kernels():
+    hf.GPT2LMHeadModel  # noqa: B018 - transformers imports it now
 SIZES = {'vocab_size': 97, 'n_positions': 24, 'n_embd': 32, 'n_layer': 3, 'n_head': 4}
 CHAR = {'kind': 'char', 'chars': 'ab'}
 RULES = 'full', 'block', 'static', 'denseformer'  # those that are the standard one at the start
@@ -171,7 +173,9 @@ def test_export(tmp_path, bias, vocab_size):
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     model.save_pretrained(tmp_path)
-    there, idx = hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval(), torch.randint(vocab_size, (2, 24))
+    with package_kernels():
+        there = hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    idx = torch.randint(vocab_size, (2, 24))
     assert (there(idx).logits - logits(model, idx)).abs().max() < 1e-5
     c = there.config
     assert c.resid_pdrop == c.embd_pdrop == c.attn_pdrop == 0.25 and c.layer_norm_epsilon == 1e-4
@@ -362,3 +366,17 @@ def test_deviation_at_the_size_of_gpt2(tmp_path):
         out = logits(GPT.from_pretrained(str(tmp_path), residual), idx).log_softmax(-1)
         assert 0 < (expected.exp() * (expected - out)).sum(-1).mean() < kl  # KL divergence, nats a token
         assert (out - expected).abs().max() < most
+
+
+def test_a_package_that_is_called_kernels_too(tmp_path, monkeypatch):
+    """ transformers gets the package; this project gets its own file, before and after. """
+    import kernels as ours
+    (tmp_path / 'kernels.py').write_text('package = True')
+    monkeypatch.setattr(sys, 'path', ['', str(tmp_path), *sys.path])
+    monkeypatch.chdir(Path(ours.__file__).parent)
+    before = sys.path[:]
+    with package_kernels():
+        import kernels
+        assert kernels.package and kernels is not ours
+    import kernels
+    assert kernels is ours and sys.path == before
