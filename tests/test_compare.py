@@ -524,6 +524,11 @@ def test_the_paper_is_beside_our_dots(tmp_path):
 
 
 def test_picture_of_the_first_steps(tmp_path):
-    run = {'step': [0, 1, 2], 'norm of the queries': [0., 1., 2.], 'entropy': [1., 0.9, 0.8]}
-    pictures.start({'runs': {'full': run, 'block': run}}, tmp_path / 'start.png')
+    """ Of each recipe that lines names, the mean over its seeds. """
+    run = {'step': [0, 1, 2], 'validation loss': [3., 2.9, 2.8], 'norm of the queries': [0., 1., 2.],
+           'entropy of the weights': [1., 0.9, 0.8]}
+    found = {'runs': {'Full': [run, run], 'Block': [run, run]}}
+    pictures.start(found, tmp_path / 'start.png', {'Full': '0 -', 'Block': '1 --'})
     assert (tmp_path / 'start.png').stat().st_size > 5_000
+    with pytest.raises(KeyError):
+        pictures.start(found, tmp_path / 'start.png', {'Fool': '0 -'})
