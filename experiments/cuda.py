@@ -1,20 +1,17 @@
 """
-What a GPU alone can tell: the time of each Triton kernel against its byte floor, and the kernels of
-other packages.
+What a GPU alone can tell: the time of each Triton kernel against its byte floor.
 
 The floor of a launch is the time that a plain copy on the same card takes for the bytes that the
 launch reads and writes. At small sizes part of them stays in the card's cache, and a kernel may
 fall below it.
 """
 from dataclasses import replace
-from importlib import import_module
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import triton_kernels
 from experiments import measure
-from model import Sources
 
 LAUNCHES = {'read': '_read_kernel', 'visit': '_visit_kernel'}  # name here -> in triton_kernels.py
 
@@ -44,7 +41,7 @@ def against_floor(launches, spent, speed):
     return out
 
 
-def kernel_times(config, batch_size, device, dtype, speed, passes=5):
+def kernel_times(config, batch_size, device, dtype, passes=5):
     """ against_floor of the forward and backward of a model on the Triton path. """
     bench = measure.Bench(replace(config, kernel='triton'), batch_size, device, dtype)
     triton_kernels.traffic = launches = []
@@ -60,49 +57,4 @@ def kernel_times(config, batch_size, device, dtype, speed, passes=5):
         torch.cuda.synchronize(device)
     spent = {e.key: (e.count, e.self_device_time_total) for e in seen.key_averages()
              if e.key in LAUNCHES.values()}
-    return against_floor(launches * passes, spent, speed)
-
-
-def call_fla(f, w, v, eps):
-    return f(w, v, torch.ones_like(w), rms_eps=eps)
-
-
-def call_liger(f, w, v, eps):
-    return f(torch.stack(v), w, torch.ones_like(w), eps)
-
-
-def call_fast_attnres(f, w, v, eps):
-    return f(v, w, eps=eps)
-
-
-# name -> module, function, how to call it. w (D,): query * key gain; v: a list of sources (..., D).
-# flash-attn-res owns the whole forward pass and takes no sublayers: it cannot stand beside these.
-PEERS = {'fla': ('fla.ops.attnres', 'fused_attnres', call_fla),
-         'liger': ('liger_kernel.transformers.functional', 'liger_attn_res', call_liger),
-         'fast-attnres': ('attnres', 'attnres', call_fast_attnres)}
-
-
-def peer_sources(function, call):
-    """ The class of sources whose reads another package computes. """
-    class PeerSources(Sources):
-        def score(self, v):
-            return None
-
-        def read(self, l):
-            if len(self.v) == 1:
-                return self.v[0]
-            return call(function, self.w[l].to(self.v[0].dtype), self.v, self.eps)
-    return PeerSources
-
-
-def peers():
-    """ {name: class of sources} of the packages that are installed. """
-    out = {}
-    for name, (module, function, call) in PEERS.items():
-        try:
-            out[name] = peer_sources(getattr(import_module(module), function), call)
-        except ImportError:
-            continue
-        except Exception as e:  # too old, or broken: theirs
-            print(f'{name}: left out, {type(e).__name__}: {e}')
-    return out
+    return against_floor(launches * passes, spent, copy_speed(device))

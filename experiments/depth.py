@@ -11,7 +11,6 @@ read.
 """
 import math
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from config.machine import pick_device
 from data.batches import Data
 from experiments import pictures
 from experiments.common import environment, table, write_json
-from model import GPT, Sources
+from model import GPT
 from train import read_run
 
 GATES = 'softmax', 'sigmoid', 'tanh', 'exp'
@@ -49,32 +48,6 @@ class DepthConfig:
 
 # -----------------------------------------------------------------------------
 # The matrix.
-
-class Recorded(Sources):
-    """ Sources whose reads take the weights that were recorded before, alphas[l] (n, B, T). """
-    def __init__(self, alphas):
-        super().__init__(w=None, eps=0.0)
-        self.alphas = alphas
-
-    def score(self, v):
-        return None
-
-    def weights(self, l):
-        return self.alphas[l]
-
-
-@contextmanager
-def recorded_weights(rule, alphas):
-    """ The AttnRes rule takes recorded weights for a while. """
-    def sources(h):
-        v = Recorded(alphas)
-        v.push(h)
-        return v
-
-    rule.sources = sources  # hides the method
-    yield
-    del rule.sources
-
 
 class Gates(TorchFunctionMode):
     """ Notes what every gate returns; given noted ones, it returns these instead. """
@@ -111,18 +84,18 @@ def mixing(rule, seen):
     None if reads are no weighted sums of the sources.
     """
     v, h = torch.stack(seen.sources).detach(), torch.stack(seen.reads).detach()
-    alphas, noted = dict(seen.alphas), None
-    if not alphas:
-        with Gates() as gates:
-            reads(rule, v)
-        noted = gates.noted
+    kernel = getattr(rule, 'kernel', None)
+    rule.kernel = 'reference'  # here the gates of an AttnRes rule are seen, too
+    with Gates() as gates:
+        reads(rule, v)
     M = v.new_zeros(len(v), *v.shape[:-1])
     for some in torch.arange(len(v)).split(v.size(-1)):  # a channel for each source
         unit = torch.zeros_like(v)
         unit[some, ..., torch.arange(len(some))] = 1
-        with recorded_weights(rule, alphas) if alphas else Gates(noted):
+        with Gates(gates.noted):
             found = reads(rule, unit)  # channel i tells the weight of source some[i]
         M[:, some] = found[..., :len(some)].movedim(-1, 1)
+    rule.kernel = kernel
     error = (torch.einsum('lsbt,sbtd->lbtd', M, v) - h).norm() / h.norm()
     return M if error < 1e-4 else None
 
@@ -133,10 +106,9 @@ def mixing(rule, seen):
 def watch(model):
     """ An object whose lists every forward pass fills anew, whatever kernel runs.
 
-    sources: the embedding and y_0 .. y_{L-1}. reads: h_0 .. h_L. alphas: (l, alpha) of each read of
-    an AttnRes rule, none of another.
+    sources: the embedding and y_0 .. y_{L-1}. reads: h_0 .. h_L.
     """
-    seen = SimpleNamespace(sources=[], reads=[], alphas=[])
+    seen = SimpleNamespace(sources=[], reads=[])
 
     def watched(f):
         def run(h):
@@ -147,18 +119,14 @@ def watch(model):
 
     def before(module, args):
         h, sublayers = args
-        seen.sources[:], seen.reads[:], seen.alphas[:] = [h], [], []
+        seen.sources[:], seen.reads[:] = [h], []
         return h, [watched(f) for f in sublayers]
 
     def after(module, args, last):
         seen.reads.append(last)
 
-    def on_read(l, alpha):
-        seen.alphas.append((l, alpha))
-
     model.residual.register_forward_pre_hook(before)
     model.residual.register_forward_hook(after)
-    model.residual.on_read = on_read
     return seen
 
 

@@ -3,17 +3,17 @@ Cost of the residual rules by mode and kernel: time of forward, step and one dec
 
 All candidates take turns in one process with the standard residual. Figures are medians, ratios are
 medians of the ratios within a round. On CUDA each kernel is also held against the time of a plain
-copy, and the kernels of fla-core, liger-kernel and fast-attnres are timed where they are installed.
-On a CPU with one thread the clock is the process's own CPU time: a busy machine disturbs it less.
+copy. On a CPU with one thread the clock is the process's own CPU time: a busy machine disturbs it
+less.
 
     python compare.py speed --shape=B
     python compare.py speed --shape=gpt2 --modes=standard,block:8 --kernels=torch,triton --compile
 """
 import os
 import statistics
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
@@ -66,10 +66,6 @@ class SpeedConfig(GPTConfig):
         return GPTConfig(**own | {k: v for k, v in keys.items() if k in own})
 
 
-def is_attnres(config):
-    return config.residual in ('full', 'block')
-
-
 def candidates(cfg):
     """ {label: GPTConfig}: each mode but standard with each kernel. Standard, the base, first. """
     modes, out = mode_keys(cfg.modes), {}
@@ -78,27 +74,6 @@ def candidates(cfg):
             name = label if kernel == 'auto' else f'{label} {kernel}'
             out[name] = cfg.gpt(**modes[label], kernel=kernel)
     return out
-
-
-def peer_benches(cfg, device, dtype):
-    """ {name: Bench} of the AttnRes modes with the reads of each other package installed. """
-    out = {}
-    for label, keys in mode_keys(cfg.modes).items():
-        config = cfg.gpt(**keys, kernel='reference')
-        for peer, sources in cuda.peers().items() if is_attnres(config) else ():
-            bench = measure.Bench(config, cfg.batch_size, device, dtype, cfg.compile)
-            bench.model.residual.Sources = sources
-            try:
-                bench.step()
-            except Exception as e:  # theirs: dtypes and widths that a package does not take
-                print(f'{label} {peer}: left out, {type(e).__name__}: {first_line(e)}')
-            else:
-                out[f'{label} {peer}'] = bench
-    return out
-
-
-def first_line(error):
-    return (str(error).splitlines() or [''])[0]
 
 
 # -----------------------------------------------------------------------------
@@ -149,35 +124,23 @@ def timed(functions, cfg, device, seconds=20):
             for name, t in times.items()}
 
 
-@contextmanager
-def counted_launches():
-    """ Triton kernels are not launched but counted: a list of (what, bytes read and written). """
-    found, launch = [], triton_kernels._launch
-    before = os.environ.get('TRITON_INTERPRET')
-
-    def count(kernel, moved, x, *args):
-        found.append((kernel, moved * x.nbytes))
-
-    os.environ['TRITON_INTERPRET'] = '1'  # so that no GPU is asked for
-    triton_kernels._launch, triton_kernels.traffic = count, found
-    try:
-        yield found
-    finally:
-        triton_kernels._launch, triton_kernels.traffic = launch, None
-        del os.environ['TRITON_INTERPRET']
-        if before is not None:
-            os.environ['TRITON_INTERPRET'] = before
-
-
 def traffic(config):
     """ u of forward + backward of the rule on the Triton path in bfloat16, with all norms.
 
     u: a (tokens, D) tensor, read or written once. The count depends on neither tokens nor D, so a
     tiny network of as many sublayers tells it, on any machine.
     """
+    moved = []
+
+    def count(kernel, tensors, x, *args):  # in place of a launch
+        moved.append(('launch', tensors * x.nbytes))
+
     tiny = replace(config, kernel='triton', n_ctx=1, vocab_size=1, n_embd=8, n_head=1)
     h = torch.randn(1, 1, tiny.n_embd, device='cpu', requires_grad=True)
-    with counted_launches() as moved, torch.autocast('cpu', torch.bfloat16):
+    with (patch.object(triton_kernels, '_launch', count),
+          patch.object(triton_kernels, 'traffic', moved),
+          patch.dict(os.environ, TRITON_INTERPRET='1'),  # so that no GPU is asked for
+          torch.autocast('cpu', torch.bfloat16)):
         model = GPT(tiny)
         out = model.residual(h, model.sublayers())
         out.backward(torch.ones_like(out))
@@ -193,42 +156,33 @@ def speed(cfg):
     configs = candidates(cfg)
     benches = {name: measure.Bench(c, cfg.batch_size, device, dtype, cfg.compile)
                for name, c in configs.items()}
-    if device.type == 'cuda':
-        benches |= peer_benches(cfg, device, dtype)
     rows = {name: {} for name in benches}
     for kind, f in KINDS.items():
         found = timed({name: partial(f, b) for name, b in benches.items()}, cfg, device)
         for name, numbers in found.items():
             rows[name][kind] = numbers
-    base = next(iter(benches))
-    for name, b in benches.items():
-        if not cfg.compile:
-            kept = measure.alive_bytes(b)
-            of_base = rows[base].get('kept', {'bytes': kept})['bytes']
-            rows[name]['kept'] = {'bytes': kept, 'ratio': kept / of_base}
-        if device.type == 'cuda':
+    if not cfg.compile:
+        kept = {name: measure.alive_bytes(b) for name, b in benches.items()}
+        base = next(iter(kept.values()))
+        for name, size in kept.items():
+            rows[name]['kept'] = {'bytes': size, 'ratio': size / base}
+    if device.type == 'cuda':
+        for name, b in benches.items():
             rows[name]['peak'] = {'bytes': measure.peak_bytes(b)}
     if cfg.decode:
-        found = timed({name: decoder(benches[name]) for name in configs}, cfg, device)
+        found = timed({name: decoder(b) for name, b in benches.items()}, cfg, device)
         for name, numbers in found.items():
             rows[name]['decode'] = numbers
-    if triton_kernels.triton is not None:
-        attnres = {name: c for name, c in configs.items() if is_attnres(c)}
-        for name, c in attnres.items():
-            rows[name]['traffic'] = traffic(c)
-        if device.type == 'cuda':
-            time_kernels(attnres, cfg, device, dtype, rows)
-    return device, rows
-
-
-def time_kernels(configs, cfg, device, dtype, rows):
-    """ Adds to rows what each Triton kernel takes. """
-    copy = cuda.copy_speed(device)
     for name, c in configs.items():
-        try:
-            rows[name]['kernels'] = cuda.kernel_times(c, cfg.batch_size, device, dtype, copy)
-        except RuntimeError as e:
-            print(f'{name}: kernels not timed, {first_line(e)}')
+        if c.residual not in ('full', 'block') or triton_kernels.triton is None:
+            continue
+        rows[name]['traffic'] = traffic(c)
+        if device.type == 'cuda':
+            try:
+                rows[name]['kernels'] = cuda.kernel_times(c, cfg.batch_size, device, dtype)
+            except RuntimeError as e:
+                print(f'{name}: kernels not timed, {str(e).partition(chr(10))[0]}')
+    return device, rows
 
 
 # -----------------------------------------------------------------------------
@@ -270,11 +224,8 @@ def main(argv):
     launches = kernel_cells(rows)
     if len(launches) > 1:
         print('\n' + table(launches))
-    unused = ('out', 'rounds', 'kernel')
-    sizes = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unused}
-    machine = os.uname().machine if hasattr(os, 'uname') else ''
     out = {'command': ' '.join(['python compare.py speed', *argv]), **environment(device),
-           'threads': cfg.threads, 'cpu': machine, 'config': sizes, 'rows': rows}
+           'threads': cfg.threads, 'config': asdict(cfg), 'rows': rows}
     if cfg.out:
         write_json(cfg.out, out)
         print(f'\nwrote {cfg.out}')

@@ -1,15 +1,12 @@
 """ compare.py speed: the table, the JSON, and the traffic count at GPT-2's size. """
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 import compare
 import triton_kernels
 from experiments import cuda, speed
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 SMALL = ['speed', '--shape=A', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_ctx=8', '--batch_size=2', '--rounds=2',
          '--device=cpu']
@@ -68,44 +65,7 @@ def test_kernels_against_their_floor():
     assert len(speed.kernel_cells({'standard': {}})) == 1
 
 
-def by_hand(w, v, eps):
-    """ Depth attention as the other packages document it, gain apart. """
-    v = torch.stack(list(v))
-    p = ((v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)) @ w).softmax(0)
-    return (p.unsqueeze(-1) * v).sum(0)
-
-
-FAKES = {'fla': lambda query, residuals, rms_weight, output_rms_weight=None, rms_eps=1e-6:
-         by_hand(query * rms_weight, residuals, rms_eps),
-         'liger': lambda V, w_query, w_norm, eps=1e-6: by_hand(w_query * w_norm, V, eps),
-         'fast-attnres': lambda values, query, *, eps: by_hand(query, values, eps)}
-
-
-@pytest.mark.parametrize('name', cuda.PEERS)
-@pytest.mark.parametrize('residual, N', [('full', 6), ('block', 2)])
-def test_a_peer_in_the_rule_is_the_same_function(name, residual, N, monkeypatch):
-    """ With their documented signatures in place of the packages: logits and gradients equal ours. """
-    module, function, _ = cuda.PEERS[name]
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: FAKES[name]}))
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=3, n_embd=16, n_head=2, n_ctx=8, vocab_size=11, residual=residual, residual_blocks=N,
-                          kernel='reference')).double()
-    torch.nn.init.normal_(model.residual.query)
-    idx = torch.randint(11, (2, 8))
-    ours = torch.autograd.grad(model(idx, idx)[1], list(model.parameters()))
-    model.residual.Sources = cuda.peers()[name]
-    theirs = torch.autograd.grad(model(idx, idx)[1], list(model.parameters()))
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() < 1e-10
-
-
 def test_the_kernels_that_are_timed_exist():
     if triton_kernels.triton is None:
         pytest.skip('the package triton is not installed')
     assert {k for k in vars(triton_kernels) if k.endswith('_kernel')} == {*cuda.LAUNCHES.values()}
-
-
-def test_packages_that_are_not_installed_are_left_out(monkeypatch):
-    for module, _, _ in cuda.PEERS.values():
-        monkeypatch.setitem(sys.modules, module, None)
-    assert cuda.peers() == {}
