@@ -13,7 +13,6 @@ import os
 import shutil
 import tomllib
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from statistics import mean
 
@@ -28,6 +27,9 @@ from experiments.common import environment, mode_keys, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 HAND = '<!-- written by hand -->', '<!-- the rest is generated: python compare.py results -->'
+# Of a kind of part: the verb that makes it, and the file that this one writes.
+VERBS = {'loss': (loss, 'results.json'), 'dots': (loss, 'results.json'),
+         'sweep': (sweep, 'sweep.json'), 'scaling': (scaling, 'scaling.json'), 'speed': (cost, '')}
 PARTS = tomllib.loads((ROOT / 'assets' / 'results.toml').read_text(encoding='utf-8'))
 
 
@@ -60,69 +62,60 @@ def markdown(rows):
     return '\n'.join('| ' + ' | '.join(row) + ' |' for row in (head, ('---',) * len(head), *body))
 
 
-def bullets(lines):
-    return '\n'.join(f'- {line}' for line in lines)
-
-
-def picture(name, alt):
-    return f'![{alt}](assets/{name}.png)'
-
-
 def setting(c):
+    """ What was trained or timed, from the settings c of a verb. """
+    text = f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}'
+    if 'max_iters' not in c:
+        return f'{text}, batch {c["batch_size"]}; threads: {c["threads"]}.'
     tokens = c['batch_size'] * c['gradient_accumulation_steps'] * c['n_ctx']
-    return (f'{c["dataset"]}, {c["n_layer"]} transformer blocks of width {c["n_embd"]}, '
-            f'context {c["n_ctx"]}, {c["max_iters"]} steps of {tokens:,} tokens, '
+    return (f'{c["dataset"]}, {text}, {c["max_iters"]} steps of {tokens:,} tokens, '
             f'warm-up {c["warmup_iters"]}, learning rate {c["learning_rate"]:g}, '
             f'beta2 {c["beta2"]:g}; {c["seeds"]} paired seeds, 95 % intervals.')
 
 
-def show_loss(name, data):
-    return [setting(data['config']), markdown(loss.cells(data, loss.COLUMNS)),
-            picture(name, 'validation loss against steps and against time')]
-
-
-def show_dots(name, data):
-    return [setting(data['config']), markdown(loss.cells(data, loss.COLUMNS)),
-            picture(name, 'differences with their intervals, beside the paper\'s')]
-
-
-def show_sweep(name, data):
-    return [setting(data['config']), markdown(sweep.cells(data, full=True)),
-            bullets(sweep.verdicts(data)), picture(name, 'final loss by setting')]
-
-
-def show_scaling(name, data):
-    return [setting(data['config']), markdown(scaling.cells(data)),
-            bullets(scaling.verdicts(data)), picture(name, 'loss over compute')]
-
-
-def show_speed(name, data):
-    c = data['config']
-    head = (f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}, '
-            f'batch {c["batch_size"]}; threads: {data["threads"]}.')
-    return [head, markdown(cost.cells(data['rows']))]
-
-
-def show_traffic(name, data):
-    return [markdown([('rule', 'u'), *((label, str(u)) for label, u in data['u'].items())])]
-
-
-def show_depth(name, data):
-    return [markdown(depth.cells(data['modes'])), picture('depth', 'depth-mixing matrices'),
-            'Magnitude and gradient along depth:',
-            picture('dynamics', 'magnitude and gradient along depth')]
-
-
-def show_start(name, data):
+def start_cells(data):
+    """ The table of the first steps: a row a recipe. """
     rows = [('recipe', *(f'seed {seed}' for seed in data['seeds']), 'mean')]
     for recipe, runs in data['runs'].items():
         final = [run['validation loss'][-1] for run in runs]
         rows.append((recipe, *(f'{loss:.3f}' for loss in (*final, mean(final)))))
-    return [markdown(rows), picture(name, 'the first steps of training')]
+    return rows
 
 
-SHOW = {'loss': show_loss, 'dots': show_dots, 'sweep': show_sweep, 'scaling': show_scaling,
-        'speed': show_speed, 'traffic': show_traffic, 'depth': show_depth, 'start': show_start}
+def measured(kind, data):
+    """ (the table, sentences on it) of a part. """
+    if kind in ('loss', 'dots'):
+        return loss.cells(data, loss.COLUMNS), []
+    if kind == 'sweep':
+        return sweep.cells(data, full=True), sweep.verdicts(data)
+    if kind == 'scaling':
+        return scaling.cells(data), scaling.verdicts(data)
+    if kind == 'speed':
+        return cost.cells(data['rows']), []
+    if kind == 'depth':
+        return depth.cells(data['modes']), []
+    if kind == 'start':
+        return start_cells(data), []
+    return [('rule', 'u'), *((label, str(u)) for label, u in data['u'].items())], []
+
+
+def show(name, part, data):
+    """ A part of the page, in pieces. """
+    pieces = [f'## {part["title"]}', part['caption']]
+    if part['kind'] in VERBS:
+        pieces.append(setting(data['config']))
+    rows, sentences = measured(part['kind'], data)
+    pieces.append(markdown(rows))
+    if sentences:
+        pieces.append('\n'.join(f'- {sentence}' for sentence in sentences))
+    if hasattr(pictures, part['kind']):
+        pieces.append(f'![{part["title"]}](assets/{name}.png)')
+    if part['kind'] == 'depth':
+        pieces.append('![Magnitude and gradient along depth](assets/dynamics.png)')
+    commit = (data['commit'] or 'unknown').replace('+', ' with changes')
+    pieces.append(f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}, '
+                  f'commit {commit}.')
+    return pieces
 
 
 def render(text):
@@ -134,34 +127,22 @@ def render(text):
     for name, part in PARTS.items():
         data = asset(name)
         if data:
-            commit = (data['commit'] or 'unknown').replace('+', ' with changes')
-            pieces += [f'## {part["title"]}', part['caption'], *SHOW[part['kind']](name, data),
-                       f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}, '
-                       f'commit {commit}.']
+            pieces += show(name, part, data)
     return '\n\n'.join(pieces) + '\n'
-
-
-# -----------------------------------------------------------------------------
-# The pictures.
-
-DRAW = {'loss': pictures.loss, 'sweep': pictures.sweep, 'scaling': pictures.scaling}
 
 
 def draw():
     """ The pictures of the committed numbers. """
     for name, part in PARTS.items():
         data, path = asset(name), ROOT / 'assets' / f'{name}.png'
-        if not data:
+        if not data or not hasattr(pictures, part['kind']):
             continue
         if part['kind'] == 'depth':
             pictures.depth(data['modes'], path)
-            pictures.dynamics(data['modes'], ROOT / 'assets' / 'dynamics.png')
-        elif part['kind'] == 'dots':
-            pictures.dots(data, path, part['base'], part['paper'])
-        elif part['kind'] == 'start':
-            pictures.start(data, path, part['lines'])
-        elif part['kind'] in DRAW:
-            DRAW[part['kind']](data, path)
+            pictures.dynamics(data['modes'], path.with_name('dynamics.png'))
+        else:
+            options = {key: part[key] for key in ('base', 'paper', 'lines') if key in part}
+            getattr(pictures, part['kind'])(data, path, **options)
     if asset('quiet') and asset('quiet_depth'):
         path = ROOT / 'assets' / 'readme.png'
         pictures.front_page(asset('quiet'), asset('quiet_depth')['modes'], path)
@@ -169,10 +150,6 @@ def draw():
 
 # -----------------------------------------------------------------------------
 # Measuring anew.
-
-# Of a kind of part: the verb that makes it, and what it writes. Others are made by loss.
-VERBS = {'sweep': ('sweep', 'sweep.json'), 'scaling': ('scaling', 'scaling.json')}
-
 
 def rerun(names):
     """ Runs what stands behind the parts and copies its results to assets/. """
@@ -187,8 +164,8 @@ def rerun(names):
         elif kind == 'speed':
             cost.main([*argv, f'--out=assets/{name}.json'])
         else:
-            verb, file = VERBS.get(kind, ('loss', 'results.json'))
-            import_module(f'experiments.{verb}').main([*argv, f'--out_dir={out}'])
+            verb, file = VERBS[kind]
+            verb.main([*argv, f'--out_dir={out}'])
             shutil.copy(out / file, assets / f'{name}.json')
         if name == 'shakespeare':
             shutil.copy(out / 'depth.json', assets / 'depth.json')
