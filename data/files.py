@@ -90,6 +90,11 @@ def write(folder, files, parts=()):
             (folder / f'{name}.tmp').unlink(missing_ok=True)
 
 
+def sha256(path):
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
 def read_json(path):
     """ The dict in a JSON file, {} if there is none. """
     try:
@@ -168,8 +173,7 @@ class TokenFiles:
         self.close()  # Windows gives no open file another name
         meta = meta | {'tokens': tokens, 'sha256': {}}
         for split in SPLITS:
-            with open(self.part(split), 'rb') as f:
-                meta['sha256'][split] = hashlib.file_digest(f, 'sha256').hexdigest()
+            meta['sha256'][split] = sha256(self.part(split))
         names = [f'{split}.bin' for split in SPLITS]
         write(self.folder, {'meta.json': json.dumps(meta, indent=1).encode()}, names)
         (self.folder / 'progress.json').unlink(missing_ok=True)

@@ -9,7 +9,6 @@ Turns texts into token files: data/NAME/train.bin, val.bin (uint16, little-endia
 """
 import argparse
 import codecs
-import hashlib
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from data.files import (  # noqa: E402
     find_set,
     locked,
     read_json,
+    sha256,
 )
 from data.tokenizer import (  # noqa: E402, F401
     ByteTokenizer,
@@ -126,10 +126,8 @@ def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, ro
     tok = choose_tokenizer(tokenizer, root) or CharTokenizer.train(known)
     if tok.kind == 'char':
         tok.check(known, f'{label}: ', f' of --tokenizer={tokenizer}')
-    with open(path, 'rb') as f:
-        digest = hashlib.file_digest(f, 'sha256').hexdigest()
     wanted = {'tokenizer': tok.state(), 'characters': characters, 'val_fraction': val_fraction,
-              'text_sha256': digest}
+              'text_sha256': sha256(path)}
     folder = Path(root) / name
     with locked(folder):
         if meta := find_set(folder, wanted, overwrite):

@@ -70,17 +70,14 @@ def signed(difference, half):
 # Results and where they are from.
 
 def write_json(path, value):
-    """ Writes value whole or not at all; ValueError if it cannot be written. """
-    try:
-        write(Path(path).parent, {Path(path).name: json.dumps(value, indent=1).encode()})
-    except OSError as e:
-        raise ValueError(f'{path}: could not be written ({e.strerror})') from e
+    """ Writes value whole or not at all. """
+    write(Path(path).parent, {Path(path).name: json.dumps(value, indent=1).encode()})
 
 
 def git(*command):
     here = os.path.dirname(os.path.abspath(__file__))
-    run = subprocess.run(['git', '-C', here, *command], capture_output=True, text=True, check=True)
-    return run.stdout.strip()
+    command = ['git', '-C', here, *command]
+    return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
 
 
 def commit():

@@ -118,21 +118,15 @@ def in_a_process(job, threads, pipe):
 
     try:
         run(job, report)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except ValueError as e:
-        send(ValueError(str(e)))
-        raise SystemExit(2) from None
-    except RuntimeError as e:
-        send(RuntimeError(str(e)))
-        raise SystemExit(1) from None
+    except (KeyboardInterrupt, ValueError, RuntimeError) as e:
+        send(e)
 
 
 class Child:
     """ A process that does one job, and the pipe that it reports into. """
     def __init__(self, job, threads):
         context = get_context('spawn')
-        self.job, self.error = job, None
+        self.job = job
         self.pipe, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=in_a_process, args=(job, threads, theirs))
         # The child inherits that Ctrl-C is ignored, so only its training listens to it.
@@ -141,28 +135,18 @@ class Child:
         signal.signal(signal.SIGINT, listens)
         theirs.close()
 
-    def read(self, progress):
-        """ Shows what has been reported. """
+    def ended(self, progress):
+        """ Shows what has been reported, raises why the job failed; whether it is done. """
+        code = self.process.exitcode  # asked before the last report is read
         with suppress(EOFError, OSError):  # the pipe is closed, or a report was cut by a kill
             while self.pipe.poll():
                 record = self.pipe.recv()
-                if isinstance(record, Exception):
-                    self.error = record
-                else:
-                    progress.update(self.job.name, record)
-
-    def check(self):
-        """ Raises the reason why the process, which has ended, did not finish its job. """
-        code = self.process.exitcode
-        if self.error:
-            raise self.error
-        if code == 130:
-            raise KeyboardInterrupt
-        if code < 0:
-            number = signal.Signals(-code).name
-            raise RuntimeError(f'{self.job.name}: its process was killed by {number}')
+                if isinstance(record, BaseException):
+                    raise record
+                progress.update(self.job.name, record)
         if code:
-            raise RuntimeError(f'{self.job.name}: its process ended with exit code {code}')
+            raise RuntimeError(f'{self.job.name}: its process was killed (exit code {code})')
+        return code == 0
 
 
 def side_by_side(jobs, workers, threads, progress):
@@ -175,11 +159,8 @@ def side_by_side(jobs, workers, threads, progress):
                 alive.append(Child(waiting.pop(0), threads))
             wait([child.process.sentinel for child in alive], timeout=0.5)
             for child in [*alive]:
-                ended = child.process.exitcode is not None  # asked before its last report is read
-                child.read(progress)
-                if ended:
+                if child.ended(progress):
                     alive.remove(child)
-                    child.check()
                     progress.finish(child.job.name, ending(child.job))
     except BaseException:
         for child in alive:

@@ -9,12 +9,13 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
-from glob import glob
+from pathlib import Path
 
 import torch
 
 import config as configuration
 from config.machine import pick_device, pick_dtype
+from data.files import sha256
 from data.prepare import load
 from experiments.common import environment, mode_keys, preset, table, write_json
 from experiments.jobs import Job, canonical, do_all, kept
@@ -114,17 +115,11 @@ def run_key(cfg, data):
 
 def hashes(meta, init_from):
     """ {file: hash} of the token files and of the weights to begin with. """
-    out = dict(meta['sha256'])
-    start = init_from and checkpoint_file(init_from)
-    if os.path.isfile(start):
-        files = [start]
-    else:  # a GPT-2's folder
-        files = sorted(glob(os.path.join(init_from, '*'))) if init_from else []
-    for path in files:
-        if os.path.isfile(path):
-            with open(path, 'rb') as f:
-                out[os.path.basename(path)] = hashlib.file_digest(f, 'sha256').hexdigest()
-    return out
+    if not init_from:
+        return meta['sha256']
+    checkpoint = Path(checkpoint_file(init_from))
+    files = [checkpoint] if checkpoint.is_file() else Path(init_from).glob('*')  # a GPT-2's folder
+    return meta['sha256'] | {path.name: sha256(path) for path in files if path.is_file()}
 
 
 def run_all(todo, cfg):

@@ -256,9 +256,8 @@ def test_a_child_says_why_it_failed(tmp_path):
     (tmp_path / 'taken').write_text('')
     child = jobs.Child(jobs.Job('a', trainer.TrainConfig(**SHORT), str(tmp_path / 'taken')), 1)
     child.process.join()
-    child.read(None)
     with pytest.raises(ValueError, match='must be a writable folder'):
-        child.check()
+        child.ended(None)
 
 
 def test_an_interrupted_run_continues(tmp_path, monkeypatch):
