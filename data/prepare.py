@@ -8,29 +8,29 @@ Turns texts into token files: data/NAME/train.bin, val.bin (uint16, little-endia
     python data/prepare.py 'jsonl:my/*.jsonl.gz' --name=my    your documents; also parquet: and hf:
 """
 import argparse
-import codecs
 import json
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 
 if __name__ == '__main__':  # Python looks in data/ only for what a script there imports
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
+    from config import program
+    program.begin()
 import numpy as np  # noqa: E402
 
+import config as configuration  # noqa: E402
 from data.documents import prepare_documents  # noqa: E402
 from data.files import (  # noqa: E402
     DATA,
     SPLITS,
-    TokenFiles,
     check_name,
     find_set,
     locked,
     read_json,
     sha256,
+    write_set,
 )
 from data.tokenizer import (  # noqa: E402, F401
     ByteTokenizer,
@@ -38,37 +38,26 @@ from data.tokenizer import (  # noqa: E402, F401
     GPT2Tokenizer,
     choose_tokenizer,
     encode_stream,
-    pieces,
     tokenizer_from,
 )
 
 BUNDLED = {'shakespeare_char': 'char', 'shakespeare': 'gpt2'}  # shakespeare.txt by these tokenizers
 CORPORA = {'openwebtext': 'hf:Skylion007/openwebtext'}
 OF_TEXTS, OF_DOCUMENTS = ('val_fraction',), ('val_every', 'num_proc')  # keys of one of them only
-READ = 2**20  # bytes of a text that are in memory at once
-LONG = 2**24  # characters; their memory is announced if they must be encoded at once
+READ = 2**20  # characters of a text that are in memory at once
 
 
 def read(path):
     """ Yields a UTF-8 file in pieces, newlines as they are, without a byte order mark. """
-    decoder = codecs.getincrementaldecoder('utf-8')()
-    position = 0  # bytes read
     try:
-        with open(path, 'rb') as f:
-            data = None
-            while data != b'':
-                data = f.read(READ)
-                text = decoder.decode(data, final=data == b'')
-                if position == 0:
-                    text = text.removeprefix('\ufeff')
-                position += len(data)
+        with open(path, encoding='utf-8-sig', newline='') as f:
+            while text := f.read(READ):
                 yield text
-        return
     except OSError as e:
-        fault = e.strerror
-    except UnicodeDecodeError as e:  # e.object begins with what was left over from the last piece
-        fault = f'is not UTF-8 at byte {position + len(data) - len(e.object) + e.start}'
-    raise ValueError(f'input={str(path)!r}: {fault}; give a UTF-8 text file')
+        raise ValueError(f'input={str(path)!r}: {e.strerror}; give a UTF-8 text file') from e
+    except UnicodeDecodeError as e:
+        raise ValueError(f'input={str(path)!r}: is not UTF-8, {e.reason} {e.object[e.start]:#x}; '
+                         'give a UTF-8 text file') from e
 
 
 def read_range(path, start, stop):
@@ -87,14 +76,6 @@ def check_input(path):
                          f"'{source}:{path}' --name=NAME in place of --input")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f'input={str(path)!r}: must be a file, since it is read more than once')
-
-
-def announce_memory(path):
-    """ Says how much memory GPT-2's BPE needs, if the text has a long stretch without a cut. """
-    longest = max(len(piece) for piece in pieces(read(path)))
-    if longest > LONG:
-        print(f'note: {longest:,} characters without a blank or a sign are encoded at once, which '
-              f'takes about {longest * 50 / 1e9:.1f} GB of memory', file=sys.stderr, flush=True)
 
 
 def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, root=DATA,
@@ -128,25 +109,21 @@ def prepare(name: str, input=None, tokenizer=None, val_fraction: float = 0.1, ro
         tok.check(known, f'{label}: ', f' of --tokenizer={tokenizer}')
     wanted = {'tokenizer': tok.state(), 'characters': characters, 'val_fraction': val_fraction,
               'text_sha256': sha256(path)}
-    folder = Path(root) / name
+    cut, folder = int(characters * (1 - val_fraction)), Path(root) / name
+
+    def tokens():
+        for split, start, stop in (('train', 0, cut), ('val', cut, characters)):
+            for ids in encode_stream(tok, read_range(path, start, stop)):
+                yield split, ids
+
+    def meta():
+        return wanted | {'n_vocab': tok.n_vocab, 'origin': path.name}
+
     with locked(folder):
-        if meta := find_set(folder, wanted, overwrite):
-            return meta
-        if read_json(folder / 'progress.json') and not overwrite:
-            raise ValueError(f'name={name!r}: holds an unfinished set of documents; give '
-                             '--overwrite, or another --name')
-        if tok.kind == 'gpt2':
-            announce_memory(path)
-        cut = int(characters * (1 - val_fraction))
-        out = TokenFiles(folder)
-        try:
-            for split, start, stop in (('train', 0, cut), ('val', cut, characters)):
-                for ids in encode_stream(tok, read_range(path, start, stop)):
-                    out.add(split, ids)
-            meta = wanted | {'n_vocab': tok.n_vocab, 'origin': path.name}
-            return out.finish(meta, label, 'give a longer text or another val_fraction')
-        finally:
-            out.discard()
+        if there := find_set(folder, wanted, overwrite):
+            return there
+        return write_set(folder, tokens(), meta, label,
+                         'give a longer text or another val_fraction')
 
 
 def load(name: str, root=DATA) -> tuple[dict, dict]:
@@ -172,17 +149,11 @@ def load(name: str, root=DATA) -> tuple[dict, dict]:
     return meta, tokens
 
 
-def fail(message, code=2):
-    """ Ends the program with one line. Code 2: bad input; 1: a failed run; 130: Ctrl-C. """
-    print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
-    raise SystemExit(code)
-
-
 def parse(argv):
     """ The command line as a namespace; --help ends the program. """
     parser = argparse.ArgumentParser(
         description='Turns texts into token files in data/NAME.', allow_abbrev=False)
-    parser.error = fail  # argparse would print its usage, too
+    parser.error = configuration.fail  # argparse would print its usage, too
     add = parser.add_argument
     add('dataset', nargs='?', metavar='NAME',
         help=f'a bundled text ({", ".join(BUNDLED)}), or documents: {", ".join(CORPORA)}, '
@@ -210,7 +181,7 @@ def choose_name(args, source):
     if args.dataset != source or ':' not in source:
         return args.dataset
     if not source.startswith('hf:'):
-        fail(f'name: must be given with {args.dataset}')
+        configuration.fail(f'name: must be given with {args.dataset}')
     return source.split('/')[-1].replace(':', '-')
 
 
@@ -219,17 +190,18 @@ def run(args):
     source = CORPORA.get(args.dataset, args.dataset or '')
     documents = source.startswith(('hf:', 'parquet:', 'jsonl:'))
     if args.dataset is None and args.input is None:
-        fail('nothing to prepare: give the name of a bundled text or --input=FILE')
+        configuration.fail('nothing to prepare: give the name of a bundled text or --input=FILE')
     if documents and args.input is not None:
-        fail(f'input: must be left out with {args.dataset}')
+        configuration.fail(f'input: must be left out with {args.dataset}')
     name = choose_name(args, source)
     if args.input is not None and (name in BUNDLED or name in CORPORA):
-        fail(f'name={name!r}: is that of a data set that comes with this; give another --name')
+        configuration.fail(f'name={name!r}: is that of a data set that comes with this; give '
+                           'another --name')
     options = {key: getattr(args, key) for key in ('tokenizer', *OF_TEXTS, *OF_DOCUMENTS)}
     given = {key: value for key, value in options.items() if value is not None}
     kind, foreign = ('documents', OF_TEXTS) if documents else ('a text', OF_DOCUMENTS)
     if wrong := [key for key in foreign if key in given]:
-        fail(f'{", ".join(wrong)}: must be left out with {kind}')
+        configuration.fail(f'{", ".join(wrong)}: must be left out with {kind}')
     before = read_json(DATA / name / 'meta.json')
     if documents:
         given.setdefault('num_proc', min(os.cpu_count() or 1, 16))
@@ -246,20 +218,10 @@ def run(args):
 
 def main(argv=None):
     try:
-        try:
-            run(parse(argv))
-        finally:
-            sys.stdout.flush()  # at exit, nothing would catch its error
+        run(parse(argv))
     except ValueError as e:
-        fail(e)
-    except KeyboardInterrupt:
-        fail('stopped; the same command goes on with documents, or begins a text anew', 130)
-    except BrokenPipeError:
-        os._exit(0)  # nobody reads on, as in --help | true
-    except OSError as e:  # it comes from stdout; for other files there is a ValueError
-        fail(e, 1)
+        configuration.fail(e)
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, on_interrupt)
-    main()
+    program.run(main)

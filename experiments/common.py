@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from data.files import write
 from model import RESIDUALS
 
 
@@ -71,7 +70,8 @@ def signed(difference, half):
 
 def write_json(path, value):
     """ Writes value whole or not at all. """
-    write(Path(path).parent, {Path(path).name: json.dumps(value, indent=1).encode()})
+    Path(f'{path}.tmp').write_text(json.dumps(value, indent=1), encoding='utf-8')
+    os.replace(f'{path}.tmp', path)
 
 
 def git(*command):
