@@ -5,6 +5,9 @@ Continues a text with a trained model; the text streams as it is produced.
     python sample.py --out_dir=out/shakespeare_char_cpu --interactive --show_depth
     python sample.py --init_from=gpt2 --residual=block --start="Once upon a time"
 """
+if __name__ == '__main__':
+    from config import program
+    program.begin()
 import io
 import os
 import sys
@@ -66,8 +69,7 @@ class SampleConfig:
 
 def read_start(start):
     """ The text to continue: start itself, or what the file holds if it is FILE:path. """
-    text = start
-    name = configuration.brief.repr(start)
+    text, name = start, configuration.brief.repr(start)
     if start is not None and start.startswith('FILE:'):
         path = configuration.expand(start.removeprefix('FILE:'))
         try:
@@ -93,7 +95,7 @@ def load(cfg):
         keys = {'residual': cfg.residual, 'residual_blocks': cfg.residual_blocks}
         given = {key: value for key, value in keys.items() if value is not None}
         return from_pretrained(cfg.init_from, kernel=cfg.kernel, **given), GPT2Tokenizer()
-    name = {'best': 'best.pt', 'latest': 'ckpt.pt'}[cfg.which]
+    name = 'best.pt' if cfg.which == 'best' else 'ckpt.pt'
     path = os.path.join(cfg.out_dir, name)
     if not os.path.exists(path):
         raise ValueError(f'out_dir={cfg.out_dir!r}: must hold {name}; python train.py makes one')
@@ -120,7 +122,7 @@ class Sampler:
             raise ValueError(f'{cfg.init_from or cfg.out_dir}: must have an embedding for each of '
                              f'the {needed} tokens of its tokenizer, it has {rows}')
         self.model.to(self.device)
-        self.top_source = self.n_sources = None  # look sets them
+        self.top_source = None  # look sets it
         if cfg.show_depth:
             if not hasattr(self.model.residual, 'on_read'):
                 raise ValueError('show_depth=True: must be off for a model without depth attention')
@@ -131,9 +133,7 @@ class Sampler:
 
         alpha (n, B, T) are the weights. The last read of a forward pass is the output's: it stays.
         """
-        newest = alpha[:, 0, -1]
-        self.top_source = newest.argmax().item()
-        self.n_sources = len(newest)
+        self.top_source = alpha[:, 0, -1].argmax().item()
 
     def __call__(self, text=None, write=lambda text: None):
         """ A list of num_samples texts that begin with text.
@@ -161,7 +161,7 @@ class Sampler:
             write(pieces[0])
             seen.append((pieces[0], self.top_source))
         if cfg.show_depth:
-            write('\n' + show_depths(seen, self.n_sources, sys.stdout.isatty()))
+            write('\n' + show_depths(seen))
         for other in texts[1:]:
             write(SEPARATOR + other)
         write(SEPARATOR)
@@ -169,7 +169,6 @@ class Sampler:
 
 
 SIGNS = '0123456789abcdefghijklmnopqrstuvwxyz+'
-HUES = '27 33 39 45 50 82 154 226 214 208 202 196'.split()  # of the terminal's 256 colours
 
 
 def columns(text):
@@ -181,11 +180,11 @@ def columns(text):
     return n
 
 
-def show_depths(seen, n_sources, colour, width=80):
+def show_depths(seen, width=80):
     """ The tokens in lines, and a line of signs below each: the token's source, under its start.
 
     seen: (text, source) of each token. The sign 0 is the embedding, then 1 to 9, a to z and + stand
-    for the later sources. With colour, early sources are blue and late ones red.
+    for the later sources.
     """
     lines, room = [], 0
     for text, source in seen:
@@ -193,15 +192,11 @@ def show_depths(seen, n_sources, colour, width=80):
         if columns(text) == 0:
             text += ' '  # room for the sign
         n_columns = columns(text)
-        sign = SIGNS[min(source, len(SIGNS) - 1)]
-        if colour:
-            hue = HUES[source * (len(HUES) - 1) // max(1, n_sources - 1)]
-            sign = f'\033[38;5;{hue}m{sign}\033[0m'
         if n_columns > room:
             lines += ['text  ', 'depth ']
             room = width
         lines[-2] += text
-        lines[-1] += sign + ' ' * (n_columns - 1)
+        lines[-1] += SIGNS[min(source, len(SIGNS) - 1)].ljust(n_columns)
         room -= n_columns
     lines.append('(0: the embedding, n: the n-th sublayer or residual block)')
     return '\n'.join(line.rstrip() for line in lines)
@@ -240,11 +235,9 @@ def main(argv=None):
                 print(f'error: {e}', file=sys.stderr)
     except ValueError as e:
         configuration.fail(e)
-    except (KeyboardInterrupt, BrokenPipeError):
-        os._exit(130)  # at once, nothing is left to write
-    except (OSError, RuntimeError) as e:
+    except RuntimeError as e:
         configuration.fail(e, code=1)
 
 
 if __name__ == '__main__':
-    main()
+    program.run(main)
