@@ -84,8 +84,18 @@ def model_config(config):
     return {key: value for key, value in asdict(config).items() if key != 'kernel'}
 
 
+# What weights decide of a GPTConfig; the rule, dropout and the like are the user's choice.
+WEIGHTS_DECIDE = ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias', 'norm_eps')
+
+
 # -----------------------------------------------------------------------------
 # GPT-2's weights.
+
+def gpt2_settings(c):
+    """ WEIGHTS_DECIDE of transformers' configuration c. """
+    return {'n_ctx': c.n_positions, 'vocab_size': c.vocab_size, 'n_layer': c.n_layer,
+            'n_head': c.n_head, 'n_embd': c.n_embd, 'bias': True, 'norm_eps': c.layer_norm_epsilon}
+
 
 def from_pretrained(name_or_dir, residual='standard', **overrides):
     """ GPT-2 under any residual rule, in eval mode.
@@ -94,19 +104,18 @@ def from_pretrained(name_or_dir, residual='standard', **overrides):
     n_ctx may be smaller. Block takes at most as many residual blocks as there are sublayers.
     """
     gpt2 = load_gpt2(name_or_dir)
-    c = gpt2.config
-    fixed = {'vocab_size': c.vocab_size, 'n_layer': c.n_layer, 'n_head': c.n_head,
-             'n_embd': c.n_embd, 'bias': True, 'norm_eps': c.layer_norm_epsilon}
+    fixed = gpt2_settings(gpt2.config)
+    n_positions = fixed.pop('n_ctx')
     for key, value in fixed.items():
         if overrides.get(key, value) != value:
             raise ValueError(f'{key}={overrides[key]!r}: must be {value!r}, '
                              f'as in the weights of {name_or_dir!r}')
-    default = {'n_ctx': c.n_positions, 'residual': residual}
+    default = {'n_ctx': n_positions, 'residual': residual}
     if residual == 'block':
-        default['residual_blocks'] = min(GPTConfig.residual_blocks, 2 * c.n_layer)
+        default['residual_blocks'] = min(GPTConfig.residual_blocks, 2 * fixed['n_layer'])
     config = GPTConfig(**default | overrides | fixed)
-    if config.n_ctx > c.n_positions:
-        raise ValueError(f'n_ctx={config.n_ctx}: must be at most {c.n_positions}, '
+    if config.n_ctx > n_positions:
+        raise ValueError(f'n_ctx={config.n_ctx}: must be at most {n_positions}, '
                          f'as in the weights of {name_or_dir!r}')
     weights = transpose(gpt2.state_dict())
     positions = 'transformer.wpe.weight'
@@ -204,18 +213,11 @@ def save_pretrained(model, folder):
 # -----------------------------------------------------------------------------
 # Weights to begin with.
 
-# What weights decide of a GPTConfig; the rule, dropout and the like are the user's choice.
-WEIGHTS_DECIDE = ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias', 'norm_eps')
-
-
 def settings_of_weights(source):
     """ {key: value}: what init_from decides of the model. """
     path = checkpoint_file(source)
     if not os.path.isfile(path):
-        c = load_gpt2(source).config
-        return {'n_ctx': c.n_positions, 'vocab_size': c.vocab_size, 'n_layer': c.n_layer,
-                'n_head': c.n_head, 'n_embd': c.n_embd, 'bias': True,
-                'norm_eps': c.layer_norm_epsilon}
+        return gpt2_settings(load_gpt2(source).config)
     saved = load_checkpoint(path)['model_config']
     keys = WEIGHTS_DECIDE
     if saved.get('residual') != 'standard':  # which any rule can begin with
@@ -242,22 +244,11 @@ def initial_weights(source, config, tokenizer):
     if old.get('residual') not in ('standard', config.residual):
         raise ValueError(f'residual={config.residual!r}: must be {old.get("residual")!r}, as in '
                          f'{source!r}; only the weights of a standard run fit any rule')
-    model = GPT(config)
-    weights = state['model']
-    try:
-        if old['residual'] == 'standard':  # what belongs to the rule starts as it always does
-            own = {k: v for k, v in model.state_dict().items() if k.startswith('residual.')}
-            weights = own | weights
-        elif partition(model) != partition(GPT(GPTConfig(**old))):
-            raise ValueError(f'residual_blocks={config.residual_blocks}: must be '
-                             f'{old["residual_blocks"]}, as in {source!r}')
-        model.load_state_dict(weights)
-    except (AttributeError, RuntimeError, TypeError) as e:
-        fault = str(e).splitlines()[0]
-        raise ValueError(f'{path}: model and model_config do not fit ({fault})') from e
+    trained, model = build_model(state, path), GPT(config)
+    S = getattr(trained.residual, 'S', None)  # sublayers in a residual block, if there are such
+    if old['residual'] != 'standard' and S != getattr(model.residual, 'S', None):
+        raise ValueError(f'residual_blocks={config.residual_blocks}: must be '
+                         f'{old["residual_blocks"]}, as in {source!r}')
+    # Where a rule is added to a standard network, what belongs to it starts as it always does.
+    model.load_state_dict(model.state_dict() | trained.state_dict())
     return model
-
-
-def partition(model):
-    """ The number of sublayers in a residual block, if the rule of a model has such. """
-    return getattr(model.residual, 'S', None)
