@@ -286,7 +286,11 @@ class _Step(torch.autograd.Function):
         if not graph_is_retained():
             ctx.v = None  # frees the buffer, as autograd frees what was saved
         if dh is None:  # no later step has a gradient: this backward pass begins here
-            dh, stats, dw = v.new_empty(R, T, D), w.new_empty(2, R, T), torch.zeros_like(w)
+            # Anomaly mode looks for NaN in gradients, and it takes the dummies' for some.
+            empty = torch.zeros if torch.is_anomaly_enabled() else torch.empty
+            dh = empty(R, T, D, dtype=v.dtype, device=v.device)
+            stats = empty(2, R, T, dtype=w.dtype, device=v.device)
+            dw = torch.zeros_like(w)
             n_reads = step.first if step.read == NONE else step.read + 1
             skipped = torch.tensor(float(R - n_reads), device='cpu')  # gradients are floats
         if step.read != NONE:
