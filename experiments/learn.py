@@ -23,11 +23,12 @@ from experiments import pictures
 from experiments.common import environment, write_json
 from experiments.depth import DepthConfig, examine
 from train import read_run
+from weights import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 RULES = 'standard', 'highway', 'denseformer', 'mhc', 'full', 'block'  # as in the picture
 COMPARED = 'standard', 'full', 'block'
-SEEDS = 1337, 1338, 1339
+SEEDS = 1337, 1338, 1339, 1340, 1341
 EDIT = re.compile(r'### (\d)\..*?--residual=(\w+).*?```diff\n(.*?)```', re.DOTALL)
 
 
@@ -80,6 +81,12 @@ def final_loss(folder):
     return read_run(str(folder))['progress']['history'][-1][1]
 
 
+def query_norm(folder):
+    """ The mean length of a run's pseudo-queries, None if its rule has none. """
+    query = load_checkpoint(str(folder / 'ckpt.pt'))['model'].get('residual.query')
+    return None if query is None else query.norm(dim=-1).mean().item()
+
+
 def main():
     load('shakespeare_char')  # prepared once, before copies are made
     todo = {label: (label, '') for label in COMPARED} | edits()
@@ -87,10 +94,11 @@ def main():
     wanted += [(label, SEEDS[0], label, '') for label in RULES if label not in COMPARED]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         folders = list(pool.map(lambda job: trained(job[2], job[1], job[3]), wanted))
-    modes, shown = {label: {'final_loss': []} for label in todo}, {}
+    modes, shown = {label: {'final_loss': [], 'query_norm': []} for label in todo}, {}
     for (label, seed, *_), folder in zip(wanted, folders, strict=True):
         if label in modes:
             modes[label]['final_loss'].append(final_loss(folder))
+            modes[label]['query_norm'].append(query_norm(folder))
         if label in RULES and seed == SEEDS[0]:
             shown[label] = examine(str(folder), DepthConfig(), torch.device('cpu'))[1]
     data = {'command': 'python -m experiments.learn', **environment(torch.device('cpu')),

@@ -1,8 +1,9 @@
 """ Checks the numbers in prose against the JSON in assets/.
 
 A comment after the words names what they say: <!-- NAME: WHAT -->, of assets/NAME.json. WHAT is
-A - B (the paired difference of two modes and its interval), A (mean loss and sd), noise (how far the base ends from
-itself, at most and on average) or ROW KIND (a ratio of `compare.py speed`). A mode of a sweep is MODE@VALUE.
+A - B (the paired difference of two modes and its interval), A (mean loss and sd), noise (how far the
+base ends from itself, at most and on average), ROW KIND (a ratio of `compare.py speed`) or queries
+of A / B (the ratio of their mean lengths). A mode of a sweep is MODE@VALUE.
 Every number with a decimal point must be one of those that its comment names, rounded as it is written.
 """
 import json
@@ -29,6 +30,9 @@ def named(name, what):
         base = data['modes'][data['base']]['final_loss']
         gaps = [abs(a - b) for a, b in zip(data['noise']['final_loss'], base, strict=True)]
         return max(gaps), statistics.mean(gaps)
+    if what.startswith('queries of '):
+        a, b = (data['modes'][mode]['query_norm'] for mode in what[len('queries of '):].split(' / '))
+        return statistics.mean(a) / statistics.mean(b),
     if 'rows' in data:
         row, kind = what.split(' ', 1)
         return data['rows'][row][kind]['ratio'],

@@ -1,8 +1,10 @@
 """ LEARN.md: its edits apply and take effect, its example and its numbers are right. """
 import importlib.util
+import json
 import re
 import sys
 
+import claims
 import pytest
 import torch
 
@@ -31,6 +33,40 @@ def test_there_are_six_edits_and_each_is_asked_about():
         assert learn.apply(diff, source) != source
         with pytest.raises(ValueError, match='once'):
             learn.apply(diff, learn.apply(diff, source))
+
+
+def answers():
+    """ {'edit 1': its answer} and so on. """
+    found = re.findall(r'<summary>Answer</summary>\n(.*?)</details>', PAGE, re.DOTALL)
+    return {f'edit {number}': text for number, text in enumerate(found, 1)}
+
+
+def test_numbers_are_those_measured():
+    measured = PAGE[PAGE.index('## Six edits'):]
+    prose = re.sub(r'```.*?```', '', measured, flags=re.DOTALL)
+    assert claims.wrong(prose) == []
+    data = json.loads((claims.ASSETS / 'learn.json').read_text(encoding='utf-8'))
+    assert f'{len(data["seeds"])} paired seeds' in prose
+    assert list(learn.SEEDS) == data['seeds']
+    preset = (learn.ROOT / 'config' / 'learn.toml').read_text(encoding='utf-8')
+    steps, = re.findall(r'max_iters = (\d+)', preset)
+    assert f'loss after {steps}\nsteps' in prose and f'after {steps} steps' in PAGE
+
+
+@pytest.mark.parametrize('name', EDITS)
+def test_answer_says_what_was_measured(name):
+    """ Each answer says how the edit begins, and in words what its interval says. """
+    answer = answers()[name]
+    changed = name in ('edit 1', 'edit 3', 'edit 5')
+    begins = 'It starts as another function' if changed else 'It starts as the standard network'
+    assert answer.startswith(begins)
+    said = re.findall(r'([^.±]*\d\.\d+ ± \d\.\d+[^<]*)<!-- learn: (.*?) -->([^<]*)', answer)
+    assert f'{name} - {EDITS[name][0]}' in [what for _, what, _ in said]
+    for before, what, after in said:
+        difference, half_width = claims.named('learn', what)
+        words = {True: r'\b(above|higher)\b', False: r'\b(below|lower)\b'}[difference > 0]
+        assert re.search(words, before + after), what
+        assert ('not resolved' in after) == (abs(difference) <= half_width), what
 
 
 def edited(diff, folder):
