@@ -1,4 +1,6 @@
 """ The pictures of compare.py. The colours stay apart in grey and for the colour-blind. """
+import math
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import AsinhNorm
@@ -14,6 +16,7 @@ plt.rcParams.update({
     'figure.constrained_layout.use': True,
     'axes.prop_cycle': plt.cycler(color=['#4d4d4d', '#0072b2', '#d55e00', '#009e73', '#cc79a7',
                                          '#e69f00', '#56b4e9', '#8c564b'])})
+LIMIT = 0.1  # of dots, in nats
 KINDS = {'attention': ('C5', 'o'), 'MLP': ('C3', 's')}  # of sublayers: colour, marker
 
 
@@ -62,16 +65,23 @@ def loss(results, path):
 
 
 def dots(results, path, base, paper):
-    """ Each mode's difference from base with its interval; hollow: the paper's, {mode: number}. """
+    """ Each mode's difference from base with its interval; hollow: the paper's, {mode: number}.
+
+    One that is larger than LIMIT is an arrow at the edge, so that the others can be told apart.
+    """
     final = {label: m['final_loss'] for label, m in results['modes'].items()}
     labels = [label for label in final if label != base][::-1]  # the first at the top
     figure, ax = plt.subplots(figsize=(6, 0.9 + 0.35 * len(labels)))
     for y, label in enumerate(labels):
         d, half = paired(final[label], final[base])
-        ax.errorbar(d, y, xerr=half or 0, fmt='o', color='C1', capsize=3, ms=5)
+        if abs(d) > LIMIT:
+            ax.plot(math.copysign(LIMIT, d), y, '>' if d > 0 else '<', color='C1', ms=7)
+        else:
+            ax.errorbar(d, y, xerr=half or 0, fmt='o', color='C1', capsize=3, ms=5)
         if label in paper:
             ax.plot(paper[label], y, 'D', mfc='none', mec='C2', ms=6)
     ax.axvline(0, color='C0', lw=0.8)
+    ax.set_xlim(-1.1 * LIMIT, 1.1 * LIMIT)
     ax.set_yticks(range(len(labels)), labels)
     ax.set_xlabel(f'final validation loss - that of {base} (nats per token)')
     here = Line2D([], [], color='C1', marker='o', label='here, 95 % interval')
