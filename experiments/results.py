@@ -67,10 +67,11 @@ def setting(c):
     text = f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}'
     if 'max_iters' not in c:
         return f'{text}, batch {c["batch_size"]}; threads: {c["threads"]}.'
+    seeds = 'one seed' if c['seeds'] == 1 else f'{c["seeds"]} paired seeds, 95 % intervals'
     tokens = c['batch_size'] * c['gradient_accumulation_steps'] * c['n_ctx']
     return (f'{c["dataset"]}, {text}, {c["max_iters"]} steps of {tokens:,} tokens, '
             f'warm-up {c["warmup_iters"]}, learning rate {c["learning_rate"]:g}, '
-            f'beta2 {c["beta2"]:g}; {c["seeds"]} paired seeds, 95 % intervals.')
+            f'beta2 {c["beta2"]:g}; {seeds}.')
 
 
 def start_cells(data):

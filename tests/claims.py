@@ -51,6 +51,6 @@ def wrong(text):
         values = named(name, what)
         for number in NUMBER.findall(COMMENT.sub('', claim)):
             digits = len(number.partition('.')[2])
-            if number not in [f'{abs(v):.{digits}f}' for v in values]:
+            if number not in [f'{abs(v):.{digits}f}' for v in values if v is not None]:
                 faults.append(f'{number}: {name}: {what} is {values}')
     return faults
