@@ -114,7 +114,8 @@ def show(name, part, data):
     if part['kind'] == 'depth':
         pieces.append('![Magnitude and gradient along depth](assets/dynamics.png)')
     commit = (data['commit'] or 'unknown').replace('+', ' with changes')
-    pieces.append(f'Made by `{data["command"]}`, torch {data["torch"]}, {data["device"]}, '
+    made = 'Joined from runs of several calls; one makes them anew:' if data.get('joined') else 'Made by'
+    pieces.append(f'{made} `{data["command"]}`, torch {data["torch"]}, {data["device"]}, '
                   f'commit {commit}.')
     return pieces
 
