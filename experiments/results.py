@@ -114,7 +114,9 @@ def show(name, part, data):
     if part['kind'] == 'depth':
         pieces.append('![Magnitude and gradient along depth](assets/dynamics.png)')
     commit = (data['commit'] or 'unknown').replace('+', ' with changes')
-    made = 'Joined from runs of several calls; one makes them anew:' if data.get('joined') else 'Made by'
+    made = 'Made by'
+    if data.get('joined'):
+        made = 'Joined from runs of several calls; one makes them anew:'
     pieces.append(f'{made} `{data["command"]}`, torch {data["torch"]}, {data["device"]}, '
                   f'commit {commit}.')
     return pieces
