@@ -31,7 +31,7 @@ def named(name, what):
         gaps = [abs(a - b) for a, b in zip(data['noise']['final_loss'], base, strict=True)]
         return max(gaps), statistics.mean(gaps)
     if what.startswith('queries of '):
-        a, b = (data['modes'][mode]['query_norm'] for mode in what[len('queries of '):].split(' / '))
+        a, b = (data['modes'][mode]['query_norm'] for mode in what.removeprefix('queries of ').split(' / '))
         return statistics.mean(a) / statistics.mean(b),
     if 'rows' in data:
         row, kind = what.split(' ', 1)
