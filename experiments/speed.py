@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 
+import baselines  # noqa: F401 - importing it registers its rules
 import config as configuration
 import kernels
 import triton_kernels
