@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+import baselines  # noqa: F401 - importing it registers its rules
 from model import RESIDUALS
 
 

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import torch
 from torch.overrides import TorchFunctionMode
 
-import baselines  # noqa: F401 - importing it registers its rules, so that their checkpoints load
 import config as configuration
 from config.machine import pick_device
 from data.batches import Data

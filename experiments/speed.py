@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 
-import baselines  # noqa: F401 - importing it registers its rules
 import config as configuration
 import kernels
 import triton_kernels
@@ -68,10 +67,11 @@ class SpeedConfig(GPTConfig):
 
 
 def candidates(cfg):
-    """ {label: GPTConfig}: each mode but standard with each kernel. Standard, the base, first. """
+    """ {label: GPTConfig}: standard, the base, first; Full and Block with each kernel. """
     modes, out = mode_keys(cfg.modes), {}
     for label in sorted(modes, key=lambda label: label != 'standard'):
-        for kernel in ['auto'] if label == 'standard' else cfg.kernels.split(','):
+        attnres = modes[label]['residual'] in ('full', 'block')
+        for kernel in cfg.kernels.split(',') if attnres else ['auto']:
             name = label if kernel == 'auto' else f'{label} {kernel}'
             out[name] = cfg.gpt(**modes[label], kernel=kernel)
     return out

@@ -465,7 +465,7 @@ def test_rerun_makes_the_parts_asked_for(tmp_path, monkeypatch):
     results.rerun(['rates', 'shakespeare', 'speed_B', 'ablations'])
     assert calls == ['enwik8', results.sweep, ('out/results/sweep.json', 'rates.json'), L,
                      ('out/results/results.json', 'shakespeare.json'), ('out/results/depth.json', 'depth.json'),
-                     ['--shape=B', '--out=assets/speed_B.json'], L, ('out/results/results.json', 'ablations.json')]
+                     [*results.PARTS['speed_B']['argv'], '--out=assets/speed_B.json'], L, ('out/results/results.json', 'ablations.json')]
 
 
 @pytest.mark.parametrize('verb', ['loss', 'sweep', 'scaling', 'speed', 'depth', 'results'])

@@ -50,7 +50,7 @@ def test_budget(name):
 def test_budget_of_experiments():
     """ Seven verbs, two studies and their pictures, one idea a line. """
     files = (ROOT / 'experiments').glob('*.py')
-    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2535
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2536
 
 
 def test_no_surprises_at_the_top():

@@ -13,9 +13,9 @@ SMALL = ['speed', '--shape=A', '--n_layer=2', '--n_embd=16', '--n_head=2', '--n_
 
 
 def test_a_row_for_every_mode_and_kernel(tmp_path, capsys):
-    data = compare.main([*SMALL, '--json', '--modes=standard,full,block:2', '--kernels=reference,torch',
+    data = compare.main([*SMALL, '--json', '--modes=standard,denseformer,full,block:2', '--kernels=reference,torch',
                          f'--out={tmp_path / "speed.json"}'])
-    assert list(data['rows']) == ['standard', 'full reference', 'full torch', 'block:2 reference', 'block:2 torch']
+    assert list(data['rows']) == ['standard', 'denseformer', 'full reference', 'full torch', 'block:2 reference', 'block:2 torch']
     for row in data['rows'].values():
         assert all(row[k]['ms'] > 0 and row[k]['n'] == 2 for k in ('forward', 'forward + backward', 'step', 'decode'))
         assert row['kept']['bytes'] > 0
