@@ -144,14 +144,15 @@ SHORT = ('mode', 'final loss', 'sd', 'difference', 'step', 'memory')  # these fi
 
 
 def cells(data, columns=SHORT):
-    """ A row a mode; after the base a row for the base with other batches. """
+    """ A row a mode; after the base a row for the base with other batches. No empty columns. """
     base, rows = data['modes'][data['base']], []
     for label, m in data['modes'].items():
         rows.append(texts(label, m, base))
         if m is base and data.get('noise'):
             rows.append(texts('other batches', data['noise'], base))
     rows += [{'mode': f'{label} = {other}'} for label, other in data['same'].items()]
-    return [columns, *(tuple(row.get(column, '') for column in columns) for row in rows)]
+    shown = [column for column in columns if any(column in row for row in rows)]
+    return [shown, *([row.get(column, '') for column in shown] for row in rows)]
 
 
 def texts(label, m, base):
