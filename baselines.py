@@ -6,11 +6,11 @@ Residual rules to compare AttnRes with: the ablations of its paper, and other pu
     sigmoid      Full AttnRes with a sigmoid in place of the softmax      the plain residual
     input_query  Full AttnRes with a query made of the newest output      the plain residual
     heads        Block AttnRes with a softmax for each group of channels  the plain residual
-    window       Full AttnRes over the embedding and the last 8 outputs   the same up to L = 8
+    window       Full AttnRes over the embedding and the last 8 outputs   the same if L <= 8
     static       Full AttnRes whose weights do not depend on the input    the plain residual
     denseformer  a weighted sum of all outputs after a transformer block  the plain residual
     hc           4 streams, mixed by small matrices (Hyper-Connections)   the plain residual
-    mhc          hc with a doubly stochastic matrix between the streams   almost the same
+    mhc          hc with a doubly stochastic matrix between the streams   almost the plain one
     highway      a gate between keeping h and taking f(h)                 mostly h, kept
     ddl          a step along one direction of h (Deep Delta Learning)    a rule of its own
 
@@ -48,9 +48,9 @@ def first_line(rule):
 
 # -----------------------------------------------------------------------------
 # The ablations of the AttnRes paper, down to Static. Each changes one thing. Those that weigh the
-# sources in another way have a class of sources of their own, which runs as it is written. The
-# queries, or what stands for them, start at zero here too. "Table 4" is the paper's: losses of one
-# model, 1.737 with Full AttnRes, 1.746 with Block AttnRes and 1.766 with the plain residual.
+# sources in another way have a class of sources of their own, which no kernel replaces. The
+# queries, or what stands for them, start at zero here too. "Table 4: x" is a loss in the paper, of
+# a model that had 1.737 with Full AttnRes, 1.746 with Block AttnRes, 1.766 with the plain residual.
 
 class RawKeySources(Sources):
     def score(self, v):
@@ -89,7 +89,7 @@ class Sigmoid(FullAttnRes):
 
 class InputQuerySources(Sources):
     def score(self, v):
-        """ The key of a source, (B, T, D). Its score needs the query, which a read makes. """
+        """ Only the key, (B, T, D): the score needs the query, which is known at a read. """
         return rms_norm(v, self.eps)
 
     def weights(self, l):
@@ -100,12 +100,12 @@ class InputQuerySources(Sources):
 
 
 class InputQuery(FullAttnRes):
-    """ h_l = sum_i alpha_i v_i,   alpha = softmax over i of  (W_l k) . RMSNorm(v_i)
+    """ h_l = sum_i alpha_i v_i,   alpha = softmax over i of  (W_l RMSNorm(v_n)) . RMSNorm(v_i)
 
     The paper projects "the current hidden state" and does not say which one that is. Its
-    pseudo-code uses this name for the newest source, so k is that source. It is normalised, as it
-    is wherever something reads it. W_l (D, D) takes the place of w_l and starts at zero. These
-    matrices are (L + 1) D^2 parameters more. Table 4: 1.731.
+    pseudo-code uses this name for the newest source, here v_n. It is normalised, as it is wherever
+    something reads it. W_l (D, D) takes the place of w_l and starts at zero: (L + 1) (D^2 - D)
+    parameters more. Table 4: 1.731.
     """
     Sources = InputQuerySources
     describe = first_line
@@ -207,7 +207,7 @@ class Static(Baseline):
 # Other published rules.
 
 class DenseFormer(Baseline):
-    """ y_i = sum_j a_ij x_j,   x_0 = embedding, x_j = y_{j-1} after transformer block j
+    """ y_i = sum_j a_ij x_j,   y_0 = x_0 = embedding, x_j = transformer block j of y_{j-1}
 
     arXiv 2402.02622. Inside a transformer block the plain residual stays. The weights are free
     numbers; a_ii = 1 and the others are 0 at first. The authors' code decays them.
@@ -223,7 +223,7 @@ class DenseFormer(Baseline):
             for f in sublayers[2 * i:2 * i + 2]:
                 h = h + f(h)
             x.append(h)
-            h = sum(a_j * x_j for a_j, x_j in zip(a, x, strict=False))
+            h = sum(a_j * x_j for a_j, x_j in zip(a, x, strict=False))  # the first i + 2 of a
         return h
 
 
@@ -255,9 +255,9 @@ class HyperConnections(Baseline):
     """ H <- A_r H + B f(A_m H),   H: 4 streams
 
     arXiv 2409.19606, its dynamic form. A_m and B (n numbers each) and A_r (n, n) are learned
-    numbers plus 0.01 tanh(norm(H) W), W = 0 at first; norm has no gain. The streams start as
-    copies of the embedding and are summed at the end. The paper rescales the initial output
-    projections; this is left out, since the initialisation is the same in all modes here.
+    numbers plus s tanh(norm(H) W), where s = 0.01 and W = 0 at first; norm has no gain. The streams
+    start as copies of the embedding and are summed at the end. The paper rescales the initial
+    output projections; this is left out, since the initialisation is the same in all modes here.
     """
     def __init__(self, config):
         super().__init__(config)
@@ -277,9 +277,9 @@ class HyperConnections(Baseline):
             t = torch.tanh(rms_norm(H, self.eps) @ self.dynamic[l])  # (B, T, n, n + 2)
             A_r = self.static_r[l] + scale_a * t[..., :n].transpose(-1, -2)  # (B, T, n to, n from)
             A_m = self.static_m[l] + scale_a * t[..., n]  # (B, T, n)
-            B = self.static_b[l] + scale_b * t[..., n + 1]  # (B, T, n)
+            B_l = self.static_b[l] + scale_b * t[..., n + 1]  # (B, T, n)
             y = f((A_m.unsqueeze(-1) * H).sum(-2).to(h.dtype))
-            H = mix(A_r, H) + B.unsqueeze(-1) * y.unsqueeze(-2)
+            H = mix(A_r, H) + B_l.unsqueeze(-1) * y.unsqueeze(-2)
         return H.sum(-2).to(h.dtype)
 
 
@@ -287,10 +287,10 @@ class ManifoldHyperConnections(Baseline):
     """ x <- H_res x + H_post f(H_pre x),   H_res doubly stochastic, x: 4 streams
 
     arXiv 2512.24880. H_pre = sigmoid, H_post = 2 sigmoid and H_res = 20 Sinkhorn steps on exp of
-    a learned bias plus 0.01 (norm(vec x) phi), phi = 0 at first. The biases start as in the code
-    of mHC-lite's authors: +1 for stream l mod n and -1 for the others; 0 on H_res's diagonal and
-    -8 off it, which is close to the identity. The streams start as copies of the embedding and are
-    summed at the end. The paper decays phi.
+    a learned bias plus g (norm(vec x) phi), where g = 0.01 and phi = 0 at first. The biases start
+    as in the code of mHC-lite's authors: +1 for stream l mod n and -1 for the others; 0 on H_res's
+    diagonal and -8 off it, which is close to the identity. The streams start as copies of the
+    embedding and are summed at the end. The paper decays phi.
     """
     def __init__(self, config):
         super().__init__(config)
@@ -319,7 +319,7 @@ class ManifoldHyperConnections(Baseline):
 
     @staticmethod
     def sinkhorn(log):
-        """ exp(log) with columns and rows normalised in turn, until both sum to 1.
+        """ exp(log) with columns and rows normalised in turn, 20 times: both then sum to about 1.
 
         It works on logarithms, so nothing overflows. A softmax over a leading dimension is eight
         times as fast, so the matrix is moved there for the while.

@@ -109,11 +109,12 @@ def same_function(reference):
 
 @functools.cache
 def same_on_an_example(reference, *functions):
-    """ Compares weights, reads and gradients in float64. `functions`: a change of them counts. """
-    R, D = 12, 3  # up to 10 sources at once
+    """ Compares weights, reads and gradients in float64. functions: they make the cache's key. """
+    R, D = 12, 3  # 12 reads, the last of 9 sources
     numbers = torch.arange(3 * R * D, dtype=torch.float64, device='cpu').sin().view(3 * R, D)
     sharpness = torch.linspace(0.2, 20, R, dtype=torch.float64, device='cpu')
-    queries, outputs = numbers[:R] * sharpness.unsqueeze(1), numbers[R:].view(R, 1, 2, D)
+    queries = numbers[:R] * sharpness.unsqueeze(1)  # from almost equal weights to almost one
+    outputs = numbers[R:].view(R, 1, 2, D)
 
     def example(sources):
         w = queries.clone().requires_grad_()
@@ -136,7 +137,7 @@ def same_on_an_example(reference, *functions):
         try:
             theirs = example(reference)
             return all(map(torch.allclose, ours, theirs))
-        except Exception:  # made for other tensors, or at fault, which shows when it runs
+        except Exception:  # it needs other tensors, or has a fault, which shows when it runs
             return False
 
 
@@ -239,9 +240,9 @@ class FastSources:
         row = NONE if y is None else self.n_rows - 1
         step = Step(row, base, l, self.next_read, tuple(self.live), len(self.ended), self.eps,
                     self.triton, self.shape)
-        carry = None if base == NONE else self.dummies[base][1]
-        missed = [self.dummies[i][0] for i in self.ended]
-        out = _Step.apply(step, self.v, self.scores, y, self.w, carry, *missed, *self.tape)
+        base_carry = None if base == NONE else self.dummies[base][1]
+        ended = [self.dummies[i][0] for i in self.ended]  # their `missed`
+        out = _Step.apply(step, self.v, self.scores, y, self.w, base_carry, *ended, *self.tape)
         h, missed, carry, *self.tape = out
         if row != NONE:
             self.dummies[row] = missed, carry
@@ -260,8 +261,9 @@ class _Step(torch.autograd.Function):
     and those of the row's own two dummies
         missed ()           how many of the last reads did not see the row, because it had ended
         carry (T, D)        the gradient of the row that was made by adding to this one
-    So reads first .. R - max(skipped, missed) - 1 saw the row and count. If nobody gives a dummy a
-    gradient, it is None, or zeros under torch.compile. Both mean that nothing was left out.
+    So reads first .. R - max(skipped, missed) - 1 saw the row and count. A dummy that no later
+    step gave a gradient has None; on the tape that means that the backward pass begins here.
+    torch.compile has zeros instead: then all reads count, and those without a gradient add nothing.
     """
     @staticmethod
     def forward(ctx, step, v, scores, y, w, base_carry, *ended_and_tape):
@@ -286,7 +288,7 @@ class _Step(torch.autograd.Function):
         if not graph_is_retained():
             ctx.v = None  # frees the buffer, as autograd frees what was saved
         if dh is None:  # no later step has a gradient: this backward pass begins here
-            # Anomaly mode looks for NaN in gradients, and it takes the dummies' for some.
+            # Anomaly mode would report a NaN that it finds in memory that is not yet written.
             empty = torch.zeros if torch.is_anomaly_enabled() else torch.empty
             dh = empty(R, T, D, dtype=v.dtype, device=v.device)
             stats = empty(2, R, T, dtype=w.dtype, device=v.device)
@@ -300,7 +302,7 @@ class _Step(torch.autograd.Function):
             dv = run(v, dh_l, h, lse, w, carry, missed, skipped, dh, stats, dw, step.row, step.read,
                      step.first, step.eps, step.triton)
         dy = None if step.row == NONE else dv.view(step.shape).to(ctx.y_dtype)
-        all_of_dw = dw if step.row == 0 else None  # row 0 comes last
+        all_of_dw = dw if step.row == 0 else None  # its step is the last of the backward pass
         base_carry = None if step.base == NONE else dv
         ended = [torch.tensor(float(R - step.first), device='cpu')] * step.n_ended  # their `missed`
         return None, None, None, dy, all_of_dw, base_carry, *ended, dh, stats, dw, skipped
@@ -331,7 +333,7 @@ def _forward(v: Tensor, scores: Tensor, y: Tensor | None, w: Tensor, live: list[
             scores[row] = _score(v[row], w, eps)[0]
     if l == NONE:
         return torch.empty_like(v[0]), w.new_empty(v.size(1))
-    if use_triton:  # a second read in a row, which few rules have
+    if use_triton:  # two reads without a new source between them, which few rules have
         return _torch_read(v, torch.cat([_score(v[i], w[l:l + 1], eps)[0] for i in live]), live)
     return _torch_read(v, scores[live, l], live)
 
@@ -344,7 +346,7 @@ def _backward(v: Tensor, dh_l: Tensor | None, h: Tensor, lse: Tensor, w: Tensor,
 
     Without a row it returns empty memory.
     """
-    # The row was seen by reads first .. last - 1: until it ended, or this backward pass begins.
+    # Reads first .. last - 1 saw the row: up to where it ended, or where this pass begins.
     last = len(w) - max(int(skipped), 0 if missed is None else int(missed))
     if l > first:  # the rule has left out some reads: with lse = inf their alpha is 0
         stats[0, first:l] = torch.inf
@@ -358,7 +360,7 @@ def _backward(v: Tensor, dh_l: Tensor | None, h: Tensor, lse: Tensor, w: Tensor,
     if row == NONE:
         return torch.empty_like(v[0])
     reads = slice(first, last)
-    own = max(l - first, 0)
+    own = max(l - first, 0)  # without a read the first that saw it, which does no harm
     return _torch_visit(v[row], w[reads], carry, dh[reads], stats[0, reads], stats[1, reads],
                         dw[reads], own, eps)
 
@@ -412,14 +414,14 @@ def _torch_visit(v, w, carry, dh, lse, delta, dw, own, eps):
     dots = torch.empty_like(alpha)
     dots.copy_(torch.bmm(v.unsqueeze(1), dh.permute(1, 2, 0).to(v.dtype)).squeeze(1).t())
     just_own = slice(own, own + 1)
-    dots[just_own] = (dh[just_own] * v).sum(-1)  # as delta was: if h = v, dz is exactly zero
+    dots[just_own] = (dh[just_own] * v).sum(-1)  # like delta: an only source has dz = 0 exactly
     dz_r = dots.sub_(delta).mul_(alpha).mul_(r)  # dz times r
     dw.addmm_(dz_r, v)
     dv = dz_r.t() @ w
     sum_dz_z = (v * dv).sum(-1)  # since z = r (v . w)
     dv.addcmul_(v, sum_dz_z.mul_(r).mul_(r).div_(-v.size(-1)).unsqueeze(1))
-    for a, dh_i in zip(alpha, dh, strict=True):
-        dv.addcmul_(dh_i, a.unsqueeze(1))
+    for alpha_l, dh_l in zip(alpha, dh, strict=True):
+        dv.addcmul_(dh_l, alpha_l.unsqueeze(1))
     return (dv if carry is None else dv.add_(carry)).to(dtype)
 
 
@@ -453,7 +455,7 @@ class OneToken:
 
     def push(self, y):
         if self.n == len(self.rows):
-            self._use(self.padded.repeat(2, 1))
+            self._use(self.padded.repeat(2, 1))  # free rows may hold anything: they are masked
         self.shape, self.dtype = y.shape, y.dtype
         v, padded, length = self.rows[self.n]
         v.copy_(y.view(-1))
@@ -466,10 +468,10 @@ class OneToken:
         torch.linalg.vector_norm(padded, out=length)
 
     def drop(self, i):
-        i = range(self.n)[i]
+        i = range(self.n)[i]  # also a negative one; IndexError
         self.n -= 1
         rows = self.padded
-        self._use(torch.cat([rows[:i], rows[i + 1:], rows[i:i + 1]]))  # to the end, behind the n
+        self._use(torch.cat([rows[:i], rows[i + 1:], rows[i:i + 1]]))  # row i is a free one now
 
     def _alpha(self, l):
         scores = torch.addmv(self.mask[self.n - 1], self.v, self.w[l]).div_(self.length)

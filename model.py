@@ -2,10 +2,10 @@
 A GPT whose residual connection is a choice: standard, or Attention Residuals (AttnRes, arXiv
 2603.15031), Full or Block.
 
-The network is GPT-2's, written as in nanoGPT. It differs in one place: a transformer block adds
-nothing to anything. It hands out its two *sublayers*, and a *residual rule* runs all
-L = 2 * n_layer of them: the rule decides what each sublayer reads and what becomes of its output.
-The three rules stand together below. The rest of the forward pass does not know which is at work.
+The network is GPT-2's, written as in nanoGPT. It differs in one place, apart from a smaller
+norm_eps: a transformer block adds nothing to anything. It hands out its two *sublayers*, and a
+*residual rule* runs all L = 2 * n_layer of them: the rule decides what each sublayer reads and what
+becomes of its output. The three rules stand together below. Nothing else knows which is at work.
 
 Read from top to bottom. Shapes stand at line ends: B sequences, T tokens, D = n_embd, n sources.
 """
@@ -33,7 +33,7 @@ class GPTConfig:
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     norm_eps: float = 1e-10  # of all norms, those of the depth keys too; 1e-5 with GPT-2's weights
     residual: str = 'standard'  # residual rule: standard | full | block, or one of baselines.py
-    residual_blocks: int = 8  # block mode: at most N residual blocks, of ceil(L / N) sublayers
+    residual_blocks: int = 8  # block mode: N residual blocks or fewer, of ceil(L / N) sublayers
     scale_proj_init: bool = True  # initialise output projections smaller, by 1/sqrt(2 * n_layer)
     # machine
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
@@ -84,12 +84,11 @@ class Sources:
         h_l = sum_i alpha_i v_i,   alpha = softmax over i of  w_l . RMSNorm(v_i)
 
     Read l is the input of sublayer l, read L that of the final norm. Each token attends to its own
-    sources alone. w (L + 1, D) is what the reads look for: a learned pseudo-query, times the gain
-    of the RMSNorm. There is no 1/sqrt(D) and no projection. Scores and weights are float32, also
-    under autocast.
+    sources alone. w (L + 1, D) is query * key_gain, so `score` may norm without a gain. There is no
+    1/sqrt(D) and no projection. Scores and weights are float32, also under autocast.
 
-    kernels.py computes the same faster. It is tried on a small example, and left out if this class
-    gives other numbers there. What shows only with many sources needs kernel=reference.
+    kernels.py computes the same faster. First both run on a small example of up to 9 sources. If
+    their numbers differ, this class runs. What matters only beyond 9 needs kernel=reference.
     """
     def __init__(self, w, eps):
         self.w, self.eps = w, eps
@@ -114,9 +113,10 @@ class Sources:
         self.scores.append(self.score(y))
 
     def add(self, y):
-        """ The newest source becomes itself + y. Before the first push that is the embedding. """
+        """ The newest source becomes itself + y. Before a rule pushes, that is the embedding. """
+        y = self.v.pop() + y
         self.scores.pop()
-        self.push(self.v.pop() + y)
+        self.push(y)
 
     def drop(self, i):
         """ Source i, counted from the oldest, is forgotten: for rules with a window. """
@@ -144,20 +144,25 @@ class AttnRes(nn.Module):
     function (up to norm_eps). Row 0 of the queries reads a single source, so its gradient is zero;
     it is there so that row l belongs to sublayer l.
     """
-    Sources = Sources  # a rule may name a class of its own
+    Sources = Sources  # a class attribute: a subclass may name sources of its own
 
     def __init__(self, config):
         super().__init__()
-        self.L, self.S = 2 * config.n_layer, self.residual_block_length(config)
+        self.L = 2 * config.n_layer  # sublayers
+        self.S = self.residual_block_length(config)  # of them in a residual block
         self.query = nn.Parameter(torch.zeros(self.L + 1, config.n_embd))
         self.key_gain = nn.Parameter(torch.ones(self.L + 1, config.n_embd))
         self.eps = config.norm_eps
-        self.kernel = kernels.checked_kernel(config.kernel, self.Sources)
+        self.kernel = kernels.checked_kernel(config.kernel, self.Sources)  # may be 'reference'
         self.on_read = None  # set to a function, it is called with l and alpha at every read
+
+    def residual_block_length(self, config):
+        return 1  # every output is a source of its own
 
     def sources(self, h):
         """ The sources when a forward pass begins: the embedding h (B, T, D) alone. """
-        w = (self.query * self.key_gain).to(torch.promote_types(h.dtype, torch.float32))
+        at_least_float32 = torch.promote_types(h.dtype, torch.float32)
+        w = (self.query * self.key_gain).to(at_least_float32)
         if torch.is_autocast_enabled(h.device.type):
             h = h.to(torch.get_autocast_dtype(h.device.type))  # as the other sources will be
         v = kernels.new_sources(self.kernel, self.Sources, w, self.eps, h)
@@ -166,16 +171,14 @@ class AttnRes(nn.Module):
         return v
 
     def describe(self):
-        n, last = math.ceil(self.L / self.S), (self.L - 1) % self.S + 1
+        n = math.ceil(self.L / self.S)
+        last = (self.L - 1) % self.S + 1  # sublayers in the last residual block
         text = f'{self.L} sublayers in {n} residual blocks of {self.S}'
         return text if last == self.S else f'{text}, the last of {last}'
 
 
 class FullAttnRes(AttnRes):
     """ h_l = sum_i alpha_{i->l} v_i,   v_0 = embedding, v_{l+1} = f_l(h_l) """
-    def residual_block_length(self, config):
-        return 1
-
     def forward(self, h, sublayers):
         v = self.sources(h)
         for l, f in enumerate(sublayers):
@@ -184,7 +187,7 @@ class FullAttnRes(AttnRes):
 
 
 class BlockAttnRes(AttnRes):
-    """ The same over sums: of each residual block of S sublayers, and of the one in progress. """
+    """ Like Full, but a source is the sum of a residual block of S outputs. The newest grows. """
     def residual_block_length(self, config):
         return math.ceil(2 * config.n_layer / config.residual_blocks)
 
@@ -325,10 +328,10 @@ class GPT(nn.Module):
         A target of -1 does not count. caches, one Cache for each transformer block, hold the
         tokens before idx and take these in.
         """
-        T, past = idx.size(1), caches[0].length if caches else 0
-        n_ctx = self.config.n_ctx
-        if past + T > n_ctx:
-            raise ValueError(f'idx has {past + T} tokens: n_ctx={n_ctx} is the most')
+        T = idx.size(1)
+        past = caches[0].length if caches else 0
+        if past + T > self.config.n_ctx:
+            raise ValueError(f'idx has {past + T} tokens: n_ctx={self.config.n_ctx} is the most')
         pos = torch.arange(past, past + T, device=idx.device)
         h = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, D)
         h = self.residual(self.transformer.drop(h), self.sublayers(caches))
@@ -424,7 +427,7 @@ def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """ One token (B, 1) drawn from softmax(logits / temperature) after the cuts; logits (B, V). """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    device, logits = logits.device, logits.cpu()  # some devices have no float64
+    device, logits = logits.device, logits.cpu()  # some devices lack float64, used below
     logits = logits - logits.max(-1, keepdim=True).values
     logits = logits.double() / temperature  # float64 stays finite at any temperature
     if top_k is not None and top_k < logits.size(-1):
@@ -432,7 +435,7 @@ def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p is not None and top_p < 1:
         p, order = logits.softmax(-1).sort(descending=True)
-        enough = p.cumsum(-1) - p >= top_p  # the tokens that are more likely reach top_p
+        enough = p.cumsum(-1) - p >= top_p  # the more likely tokens alone reach top_p
         cut = torch.zeros_like(enough).scatter(-1, order, enough)
         logits = logits.masked_fill(cut, -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).to(device)

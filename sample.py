@@ -29,7 +29,7 @@ SEPARATOR = '\n---------------\n'
 @dataclass
 class SampleConfig:
     out_dir: str = 'out/run'  # the folder of the run to sample from
-    which: str = 'best'  # of its checkpoints; best: the lowest validation loss; latest: the newest
+    which: str = 'best'  # best: the checkpoint with the lowest validation loss; latest: the newest
     init_from: str = ''  # GPT-2's weights instead of a run: gpt2, gpt2-medium, ..., or a folder
     residual: str | None = None  # the rule that GPT-2's weights run under; left out: standard
     residual_blocks: int | None = None  # how many, if the rule is block; left out: 8
@@ -63,8 +63,8 @@ class SampleConfig:
         check('num_samples', 1 <= self.num_samples <= 4096, 'from 1 to 4096')
         check('max_new_tokens', 1 <= self.max_new_tokens < 2**31, 'from 1 to 2**31 - 1')
         check('seed', 0 <= self.seed < 2**63, 'from 0 to 2**63 - 1')
-        model = GPTConfig(residual=self.residual or 'standard', kernel=self.kernel)
-        check_sampling(model, torch.zeros(1, 1), 1, self.temperature, self.top_k, self.top_p, None)
+        config = GPTConfig(residual=self.residual or 'standard', kernel=self.kernel)
+        check_sampling(config, torch.zeros(1, 1), 1, self.temperature, self.top_k, self.top_p, None)
 
 
 def read_start(start):
@@ -131,7 +131,7 @@ class Sampler:
     def look(self, l, alpha):
         """ Notes which source has most weight for the first text's newest token in read l.
 
-        alpha (n, B, T) are the weights. The last read of a forward pass is the output's: it stays.
+        alpha (n, B, T) are the weights. Each read overwrites the one before, so the output's stays.
         """
         self.top_source = alpha[:, 0, -1].argmax().item()
 
@@ -168,7 +168,7 @@ class Sampler:
         return texts
 
 
-SIGNS = '0123456789abcdefghijklmnopqrstuvwxyz+'
+SIGNS = '0123456789abcdefghijklmnopqrstuvwxyz+'  # one for each source
 
 
 def columns(text):
@@ -181,7 +181,7 @@ def columns(text):
 
 
 def show_depths(seen, width=80):
-    """ The tokens in lines, and a line of signs below each: the token's source, under its start.
+    """ Lines of tokens, each with a line of signs below: a token's source under its first column.
 
     seen: (text, source) of each token. The sign 0 is the embedding, then 1 to 9, a to z and + stand
     for the later sources.

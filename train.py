@@ -6,8 +6,8 @@ Trains a GPT with any residual rule, on one device or, started by torchrun, on s
     python train.py --out_dir=out/shakespeare_char_cpu --eval_only
     torchrun --nproc_per_node=4 train.py config/train_gpt2.toml
 
-What a run promises. A batch depends on (data_seed or seed, step, micro-batch) alone and dropout on
-(seed, step, micro-batch), so runs that differ in the residual rule or in the number of processes
+What a run promises. A batch is a function of data seed, step and micro-batch; dropout is one of
+seed, step and micro-batch. So runs that differ in the residual rule or in the number of processes
 see the same data and start from the same weights. A stopped run continues as if it had never
 stopped. Nothing is overwritten unless asked. Files appear whole or not at all.
 
@@ -15,7 +15,7 @@ Reading order: the training loop comes first, then what it calls.
 """
 if __name__ == '__main__':
     from config import program
-    program.begin()
+    program.begin()  # first, so that Ctrl-C during the slow imports ends quietly
 import hashlib
 import json
 import math
@@ -60,12 +60,12 @@ class TrainConfig(GPTConfig):
     batch_size: int = 12  # sequences in one forward pass
     gradient_accumulation_steps: int = 1  # forward passes in a step, shared among the processes
     seed: int = 1337  # of the weights, the order of the batches and dropout
-    data_seed: int = 0  # of the order of the batches alone; 0: seed
+    data_seed: int = 0  # of the order of the batches alone; 0: the same as seed
     # training
     max_iters: int = 5000  # optimiser steps
     learning_rate: float = 6e-4  # the highest, right after the warm-up
     min_lr: float = 6e-5  # the lowest, at the end of the cosine
-    warmup_iters: int = 100  # steps in which the rate rises; the first is not zero
+    warmup_iters: int = 100  # steps in which the rate rises; above zero from the first on
     lr_decay_iters: int = 0  # steps until the rate is min_lr; 0: max_iters
     decay_lr: bool = True  # warm-up and cosine; false: learning_rate throughout
     weight_decay: float = 0.1  # of matrices and embeddings, never of queries, gains and biases
@@ -92,7 +92,7 @@ class TrainConfig(GPTConfig):
         check = configuration.checker(self)
         self.out_dir = configuration.expand(self.out_dir)
         self.init_from = configuration.expand(self.init_from)
-        self.model(self.vocab_size or 1)  # checks the model's keys
+        self.gpt_config(self.vocab_size or 1)  # checks the model's keys
         for key in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval'):
             check(key, 1 <= getattr(self, key) < 2**31, 'a whole number from 1 to 2**31 - 1')
         for key in ('vocab_size', 'seed', 'data_seed', 'max_iters', 'warmup_iters',
@@ -110,13 +110,13 @@ class TrainConfig(GPTConfig):
         check('nonfinite', self.nonfinite in ('stop', 'skip'), 'stop or skip')
         check('dtype', self.dtype in ('auto', *DTYPES), 'one of auto, ' + ', '.join(DTYPES))
 
-    def model(self, vocab_size):
+    def gpt_config(self, vocab_size):
         """ The model's part of the settings. """
         keys = {f.name: getattr(self, f.name) for f in fields(GPTConfig)}
         return GPTConfig(**keys | {'vocab_size': vocab_size})
 
 
-# The keys that a resumed run may change; all others make it the run that it is.
+# The keys that a resumed run may change. A change of any other would make it another run.
 MAY_CHANGE_ON_RESUME = {'out_dir', 'resume', 'overwrite', 'eval_only', 'log_interval', 'wandb',
                         'patience', 'nonfinite', 'device', 'compile', 'kernel', 'recompute'}
 
@@ -151,14 +151,14 @@ def training_loop(run, stop):
             x, y = data.train_batch(progress.step, micro)
             seed_dropout(cfg.seed, progress.step, micro)
             last = micro + run.world >= cfg.gradient_accumulation_steps
-            run.parallel_net.require_backward_grad_sync = last  # processes sum up once a step
+            run.parallel_net.require_backward_grad_sync = last  # only then do processes talk
             with run.autocast():
                 logits, micro_loss = run.parallel_net(x, y)
             micro_loss = micro_loss / cfg.gradient_accumulation_steps
             loss += micro_loss.detach()
-            # Processes average their gradients; times their number that is the sum.
+            # Processes average their gradients; times their number (world) that is the sum.
             run.scaler.scale(micro_loss * run.world).backward()
-        loss, = run.sum_over_processes(loss.item())
+        loss = run.sum_over_processes(loss.item())[0]
 
         # Clip the gradient and update the weights, unless something is not finite.
         run.scaler.unscale_(run.optimizer)
@@ -226,21 +226,22 @@ def train(cfg, quiet=False, label='', report=None):
     if cfg.gradient_accumulation_steps % world:
         raise ValueError(f'gradient_accumulation_steps={cfg.gradient_accumulation_steps}: must be '
                          f'divisible by {world}, the number of processes, which share them')
-    if cfg.eval_only and not cfg.init_from:
+    if cfg.eval_only and not cfg.init_from:  # the command line takes the run in out_dir
         raise ValueError('eval_only=True: must have init_from, the weights to evaluate')
     display = Display(cfg.max_iters, quiet or rank > 0, label, report if rank == 0 else None)
     device = pick_device(cfg.device, display.say)
     dtype = pick_dtype(cfg.dtype, device)
-    kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # can it run here?
+    kernels.choose(cfg.kernel, torch.empty(0, device=device, dtype=dtype))  # ValueError if not here
     if cfg.wandb:
-        import_wandb(cfg.wandb)  # is it there?
+        import_wandb(cfg.wandb)  # ValueError if it is missing
     data = Data(cfg, device)
-    check_memory(cfg.model(data.rows), cfg.batch_size, device)
+    check_memory(cfg.gpt_config(data.rows), cfg.batch_size, device)
 
     writes = rank == 0 and not cfg.eval_only
     acknowledge = None if quiet or report or rank > 0 else 'stops soon and saves what is done'
     signals = stoppable(acknowledge, second_kills=world == 1)
-    with signals as stop, only_run_in(cfg.out_dir) if writes else nullcontext():
+    lock = only_run_in(cfg.out_dir) if writes else nullcontext()
+    with signals as stop, lock:
         saved = read_run(cfg.out_dir) if cfg.resume and not cfg.eval_only else None
         if saved:
             check_identity(cfg, data, saved['run'])
@@ -252,7 +253,7 @@ def train(cfg, quiet=False, label='', report=None):
         try:
             if cfg.eval_only:
                 return run.evaluate_only(stop)
-            run.warm_up()
+            run.announce()
             run.begin(saved)
             saved = None  # or everything would be in memory twice
             with display.bar(run.progress.step):
@@ -289,7 +290,7 @@ class Run:
         self.model = first_model(cfg, data).to(self.device).train()
         self.compiled = pick_compile(cfg.compile, self.device)
         self.net = torch.compile(self.model) if self.compiled else self.model
-        self.parallel_net = self.net  # with several processes: see warm_up
+        self.parallel_net = self.net  # with several processes: see announce
         self.optimizer = self.model.configure_optimizers(
             cfg.weight_decay, cfg.learning_rate, (cfg.beta1, cfg.beta2))
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
@@ -325,8 +326,8 @@ class Run:
         overflow = math.isfinite(loss) and self.scaler.is_enabled()
         return overflow or self.cfg.nonfinite == 'skip'
 
-    def warm_up(self):
-        """ Says what will run and, after a step that changes nothing, how long all of it takes. """
+    def announce(self):
+        """ Says what will run and how long it takes. Then joins several processes by DDP. """
         cfg, n_params = self.cfg, self.model.n_params()
         like = torch.empty(0, device=self.device, dtype=self.dtype)
         kernel = 'none'
@@ -374,7 +375,7 @@ class Run:
             if self.rank == 0 and os.path.exists(self.best):
                 os.remove(self.best)
             self.save()
-        self.write_log('w')  # what was logged after the checkpoint happens again
+        self.write_log('w')  # without the lines after the checkpoint: their steps are repeated
         if self.cfg.wandb and self.rank == 0:
             self.wandb_run = start_wandb(self.cfg.wandb, self.cfg.out_dir, self.settings())
 
@@ -395,7 +396,7 @@ class Run:
         self.note_save()
 
     def save(self, better=False):
-        """ Writes ckpt.pt and, if no state was better, best.pt before it. """
+        """ Writes ckpt.pt; before it best.pt, if this state is the best so far. """
         state = {'model': self.model.state_dict(), 'model_config': model_config(self.model.config),
                  'tokenizer': self.data.meta['tokenizer'], 'config': asdict(self.cfg),
                  'run': run_identity(self.cfg, self.data), 'progress': vars(self.progress),
@@ -502,15 +503,15 @@ class Run:
 
 def first_model(cfg, data):
     """ The model to begin with: its weights are drawn, or they are those of init_from. """
-    model, tokenizer = cfg.model(data.rows), data.meta['tokenizer']
-    if not cfg.init_from or cfg.resume and not cfg.eval_only:
-        return GPT(model)
+    config, tokenizer = cfg.gpt_config(data.rows), data.meta['tokenizer']
+    if not cfg.init_from or (cfg.resume and not cfg.eval_only):  # restore loads a resumed run's
+        return GPT(config)
     if os.path.isfile(checkpoint_file(cfg.init_from)):
-        return initial_weights(cfg.init_from, model, tokenizer)
+        return initial_weights(cfg.init_from, config, tokenizer)
     if tokenizer['kind'] != 'gpt2':
         raise ValueError(f'dataset={cfg.dataset!r}: must be of --tokenizer=gpt2 for '
                          f'init_from={cfg.init_from!r}')
-    return GPT.from_pretrained(cfg.init_from, **asdict(model))
+    return GPT.from_pretrained(cfg.init_from, **asdict(config))
 
 
 def kernel_advice(cfg, kernel, like):
@@ -579,7 +580,7 @@ def check_identity(cfg, data, old):
     new = run_identity(cfg, data)
     for key in [*new, *(old.keys() - new.keys())]:
         now = new.get(key)
-        was = old.get(key, getattr(TrainConfig, key, None))  # a key younger than the run
+        was = old.get(key, getattr(TrainConfig, key, None))  # the run may be older than a key
         if now == was:
             continue
         run = f'the run in out_dir={cfg.out_dir!r}'
@@ -599,13 +600,13 @@ def check_identity(cfg, data, old):
 # The command line.
 
 def complete(values, say=print):
-    """ values, {key: value}, and what a run to go on with or weights to begin with decide.
+    """ values, {key: value}, completed by the settings of the run that goes on, or of init_from.
 
     say gets a line if a default does not fit.
     """
     paths = TrainConfig(**{k: values[k] for k in ('out_dir', 'init_from') if k in values})
     ckpt = os.path.join(paths.out_dir, 'ckpt.pt')
-    if values.get('resume') or values.get('eval_only') and not paths.init_from:
+    if values.get('resume') or (values.get('eval_only') and not paths.init_from):
         saved = read_run(paths.out_dir)['config']
         known = {f.name: saved[f.name] for f in fields(TrainConfig) if f.name in saved}
         values = known | {'out_dir': paths.out_dir} | values
@@ -631,7 +632,7 @@ def main(argv=None):
         configuration.fail(f'{e}{configuration.origin(e, argv)}')
     except RuntimeError as e:
         configuration.fail(e, code=1)
-    except KeyboardInterrupt:  # before the first step, or a second one
+    except KeyboardInterrupt:  # before the first step, or a second Ctrl-C
         configuration.fail('interrupted', code=130)
 
 

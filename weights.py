@@ -15,7 +15,7 @@ from model import GPT, GPTConfig
 # Checkpoints.
 
 def save(state, path):
-    """ Writes a checkpoint whole or not at all: under another name, which it then changes. """
+    """ Writes a checkpoint whole or not at all: it is renamed to path when it is complete. """
     tmp = f'{path}.tmp'
     try:
         with open(tmp, 'wb') as f:
@@ -27,7 +27,7 @@ def save(state, path):
             os.remove(tmp)
         fault = str(e).splitlines()[0]
         raise RuntimeError(f'{path}: could not be written ({fault}); '
-                           'the one before it stands') from e
+                           'the previous one is whole') from e
 
 
 def from_checkpoint(path, device='cpu', kernel='auto'):
@@ -84,7 +84,7 @@ def model_config(config):
     return {key: value for key, value in asdict(config).items() if key != 'kernel'}
 
 
-# What weights decide of a GPTConfig; the rule, dropout and the like are the user's choice.
+# The keys of a GPTConfig that weights decide; the rule, dropout and the like are free.
 WEIGHTS_DECIDE = ('n_ctx', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias', 'norm_eps')
 
 
@@ -220,7 +220,7 @@ def settings_of_weights(source):
         return gpt2_settings(load_gpt2(source).config)
     saved = load_checkpoint(path)['model_config']
     keys = WEIGHTS_DECIDE
-    if saved.get('residual') != 'standard':  # which any rule can begin with
+    if saved.get('residual') != 'standard':  # weights of standard fit any rule
         keys = keys + ('residual', 'residual_blocks')
     return {key: saved[key] for key in keys if key in saved}
 
@@ -228,7 +228,7 @@ def settings_of_weights(source):
 def initial_weights(source, config, tokenizer):
     """ A GPT(config) with the weights of a run: source is its folder or checkpoint.
 
-    A standard run can go on under any rule, the others under their own, with what it has learned.
+    Weights of a standard run fit any rule, those of another rule only that rule.
     tokenizer: the state() of the one to be used. ValueError names what does not fit.
     """
     path = checkpoint_file(source)
@@ -236,7 +236,7 @@ def initial_weights(source, config, tokenizer):
     old = state['model_config']
     if state.get('tokenizer') != tokenizer:
         raise ValueError(f'tokenizer={tokenizer["kind"]!r}: must be the one of {source!r}, '
-                         'with all its characters')
+                         'with the same characters in the same order')
     for key in WEIGHTS_DECIDE:
         if old.get(key) != getattr(config, key):
             raise ValueError(f'{key}={getattr(config, key)!r}: must be {old.get(key)!r}, '
@@ -249,6 +249,6 @@ def initial_weights(source, config, tokenizer):
     if old['residual'] != 'standard' and S != getattr(model.residual, 'S', None):
         raise ValueError(f'residual_blocks={config.residual_blocks}: must be '
                          f'{old["residual_blocks"]}, as in {source!r}')
-    # Where a rule is added to a standard network, what belongs to it starts as it always does.
+    # A rule that is new to the weights has parameters of its own, which keep their usual start.
     model.load_state_dict(model.state_dict() | trained.state_dict())
     return model

@@ -17,19 +17,20 @@ from data.files import when_parent_ends
 from experiments import measure
 from experiments.common import commit, write_json
 from experiments.progress import Progress
+from model import RESIDUALS, BlockAttnRes
 from train import Diverged, TrainConfig, read_run, train
 
 
 def canonical(cfg):
     """ One TrainConfig for all that are the same function.
 
-    Block with residual blocks of one sublayer is full; other modes have no residual_blocks.
+    Block with residual blocks of one sublayer is full; rules not made from it have no such blocks.
     """
     unused = TrainConfig.residual_blocks
-    if cfg.residual != 'block':
+    if not issubclass(RESIDUALS[cfg.residual], BlockAttnRes):
         return replace(cfg, residual_blocks=unused)
     S = math.ceil(2 * cfg.n_layer / cfg.residual_blocks)
-    if S == 1:
+    if S == 1 and cfg.residual == 'block':
         return replace(cfg, residual='full', residual_blocks=unused)
     return replace(cfg, residual_blocks=math.ceil(2 * cfg.n_layer / S))
 
@@ -196,11 +197,11 @@ def forecast(jobs, meta, val_tokens):
     for job in jobs:
         c = canonical(job.config)
         device = pick_device(c.device)
-        model = c.model(c.vocab_size or meta['n_vocab'])
-        kind = repr((model, c.batch_size))
+        network = c.gpt_config(c.vocab_size or meta['n_vocab'])
+        kind = repr((network, c.batch_size))
         if kind not in step_seconds:
-            check_memory(model, c.batch_size, device)
-            bench = measure.Bench(model, c.batch_size, device, pick_dtype(c.dtype, device))
+            check_memory(network, c.batch_size, device)
+            bench = measure.Bench(network, c.batch_size, device, pick_dtype(c.dtype, device))
             describe, size = bench.model.residual.describe(), bench.model.n_params() / 1e6
             print(f'{job.label}: {describe}; {size:.2f} M parameters', flush=True)
             bench.step()  # the first is slower

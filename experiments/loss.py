@@ -102,7 +102,7 @@ def costs(configs, vocab_size, rounds, base):
     first = next(iter(configs.values()))
     device = pick_device(first.device)
     dtype, compiled = pick_dtype(first.dtype, device), pick_compile(first.compile, device)
-    benches = {label: measure.Bench(c.model(vocab_size), c.batch_size, device, dtype, compiled)
+    benches = {label: measure.Bench(c.gpt_config(vocab_size), c.batch_size, device, dtype, compiled)
                for label, c in configs.items()}
     steps = {label: bench.step for label, bench in benches.items()}
     times = measure.interleaved(steps, device, rounds)

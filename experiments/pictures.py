@@ -64,16 +64,18 @@ def loss(results, path):
     finish(figure, path)
 
 
-def dots(results, path, base, paper):
+def dots(results, path, base, paper, bases=None):
     """ Each mode's difference from base with its interval; hollow: the paper's, {mode: number}.
 
-    One that is larger than LIMIT is an arrow at the edge, so that the others can be told apart.
+    bases: {mode: its own base} of those that are compared with another. A difference that
+    is larger than LIMIT is an arrow at the edge, so that the others can be told apart.
     """
+    bases = bases or {}
     final = {label: m['final_loss'] for label, m in results['modes'].items()}
     labels = [label for label in final if label != base][::-1]  # the first at the top
     figure, ax = plt.subplots(figsize=(6, 0.9 + 0.35 * len(labels)))
     for y, label in enumerate(labels):
-        d, half = paired(final[label], final[base])
+        d, half = paired(final[label], final[bases.get(label, base)])
         if abs(d) > LIMIT:
             ax.plot(math.copysign(LIMIT, d), y, '>' if d > 0 else '<', color='C1', ms=7)
         else:
@@ -82,7 +84,8 @@ def dots(results, path, base, paper):
             ax.plot(paper[label], y, 'D', mfc='none', mec='C2', ms=6)
     ax.axvline(0, color='C0', lw=0.8)
     ax.set_xlim(-1.1 * LIMIT, 1.1 * LIMIT)
-    ax.set_yticks(range(len(labels)), labels)
+    names = [f'{label} - {bases[label]}' if label in bases else label for label in labels]
+    ax.set_yticks(range(len(labels)), names)
     ax.set_xlabel(f'final validation loss - that of {base} (nats per token)')
     here = Line2D([], [], color='C1', marker='o', label='here, 95 % interval')
     theirs = Line2D([], [], color='C2', marker='D', mfc='none', ls='', label='paper')

@@ -63,15 +63,17 @@ def markdown(rows):
 
 
 def setting(c):
-    """ What was trained or timed, from the settings c of a verb. """
-    text = f'{c["n_layer"]} transformer blocks of width {c["n_embd"]}, context {c["n_ctx"]}'
-    if 'max_iters' not in c:
-        return f'{text}, batch {c["batch_size"]}; threads: {c["threads"]}.'
-    seeds = 'one seed' if c['seeds'] == 1 else f'{c["seeds"]} paired seeds, 95 % intervals'
-    tokens = c['batch_size'] * c['gradient_accumulation_steps'] * c['n_ctx']
-    return (f'{c["dataset"]}, {text}, {c["max_iters"]} steps of {tokens:,} tokens, '
-            f'warm-up {c["warmup_iters"]}, learning rate {c["learning_rate"]:g}, '
-            f'beta2 {c["beta2"]:g}; {seeds}.')
+    """ What was trained or timed, from the settings c of a verb, but for what varies there. """
+    varied = c.get('vary', '').partition('=')[0].split(',')
+    if 'sizes' in c:
+        varied = ['n_layer', 'n_embd', 'max_iters', 'learning_rate']
+    texts = {'dataset': '{}', 'n_layer': '{} transformer blocks', 'n_embd': 'width {}',
+             'n_ctx': 'context {}', 'batch_size': 'batches of {} sequences',
+             'max_iters': '{} steps', 'warmup_iters': 'warm-up {}',
+             'learning_rate': 'learning rate {:g}', 'beta2': 'beta2 {:g}',
+             'threads': 'threads: {}', 'seeds': 'paired seeds: {}'}
+    shown = [text.format(c[key]) for key, text in texts.items() if key in c and key not in varied]
+    return ', '.join(shown) + '.'
 
 
 def start_cells(data):
@@ -113,10 +115,10 @@ def show(name, part, data):
         pieces.append(f'![{part["title"]}](assets/{name}.png)')
     if part['kind'] == 'depth':
         pieces.append('![Magnitude and gradient along depth](assets/dynamics.png)')
-    commit = (data['commit'] or 'unknown').replace('+', ' with changes')
+    commit = (data['commit'] or 'unknown').replace('+', ' with uncommitted changes')
     made = 'Made by'
     if data.get('joined'):
-        made = 'Joined from runs of several calls; one makes them anew:'
+        made = 'Joined from several calls; this one repeats them all:'
     pieces.append(f'{made} `{data["command"]}`, torch {data["torch"]}, {data["device"]}, '
                   f'commit {commit}.')
     return pieces
@@ -145,7 +147,7 @@ def draw():
             pictures.depth(data['modes'], path)
             pictures.dynamics(data['modes'], path.with_name('dynamics.png'))
         else:
-            options = {key: part[key] for key in ('base', 'paper', 'lines') if key in part}
+            options = {key: part[key] for key in ('base', 'bases', 'paper', 'lines') if key in part}
             getattr(pictures, part['kind'])(data, path, **options)
     if asset('quiet') and asset('quiet_depth'):
         path = ROOT / 'assets' / 'readme.png'

@@ -106,7 +106,7 @@ def first_steps(cfg, recipe):
     device = pick_device(cfg.device)
     data = Data(cfg, device)
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg.model(data.rows)).to(device).train()
+    model = GPT(cfg.gpt_config(data.rows)).to(device).train()
     betas = cfg.beta1, cfg.beta2
     optimizer = model.configure_optimizers(cfg.weight_decay, cfg.learning_rate, betas)
     own, rule = list(model.residual.parameters()), None

@@ -437,7 +437,7 @@ def test_words_by_hand_are_kept_and_a_part_appears_with_its_asset(tmp_path, monk
     (tmp_path / 'assets' / 'traffic.json').write_text(asset)
     shown = results.render(page + 'An old part.\n')
     assert shown.startswith(page) and '| full | 805 |' in shown and 'An old part' not in shown
-    assert 'commit abc with changes.' in shown
+    assert 'commit abc with uncommitted changes.' in shown
     with pytest.raises(ValueError, match='written by hand'):
         results.render('# Results\n')
 
@@ -522,6 +522,24 @@ def test_the_paper_is_beside_our_dots(tmp_path):
     data = results_of([2.0, 2.1, 2.2], [1.9, 2., 2.1])
     pictures.dots(data, tmp_path / 'dots.png', 'standard', {'full': -0.029})
     assert (tmp_path / 'dots.png').stat().st_size > 5_000
+
+
+def test_a_dot_may_have_a_base_of_its_own(tmp_path, monkeypatch):
+    """ heads changes Block, so its difference is from Block. """
+    seen = []
+    monkeypatch.setattr(pictures, 'paired', lambda values, base: seen.append((values, base)) or (0.0, 0.1))
+    data = {'modes': {'full': {'final_loss': 1}, 'block:8': {'final_loss': 2}, 'heads': {'final_loss': 3}}}
+    pictures.dots(data, tmp_path / 'dots.png', 'full', {}, {'heads': 'block:8'})
+    assert sorted(seen) == [(2, 1), (3, 2)]
+
+
+def test_the_same_function_is_one_run_and_another_is_another():
+    """ The number of residual blocks counts for block and for heads, which is made from it, and for no other rule. """
+    def key(residual, N):
+        return runs.run_key(runs.TrainConfig(residual=residual, residual_blocks=N, n_layer=4, device='cpu'), {})
+    assert key('full', 2) == key('full', 8) == key('block', 8) and key('window', 2) == key('window', 8)
+    assert key('block', 5) == key('block', 4) != key('block', 2)
+    assert key('heads', 2) != key('heads', 8) != key('block', 8)
 
 
 def test_picture_of_the_first_steps(tmp_path):

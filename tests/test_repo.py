@@ -13,17 +13,17 @@ import model
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 BUDGETS = {
-    'model.py': 438,
-    'kernels.py': 485,
+    'model.py': 441,
+    'kernels.py': 487,
     'triton_kernels.py': 172,
     'weights.py': 254,
     'baselines.py': 375,
-    'train.py': 639,
+    'train.py': 640,
     'sample.py': 243,
     'compare.py': 50,
     'config/__init__.py': 180,
     'data/prepare.py': 230,
-    'README.md': 173,
+    'README.md': 170,
     'LEARN.md': 150,
 }
 
@@ -50,7 +50,7 @@ def test_budget(name):
 def test_budget_of_experiments():
     """ Seven verbs, two studies and their pictures, one idea a line. """
     files = (ROOT / 'experiments').glob('*.py')
-    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2537
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2543
 
 
 def test_no_surprises_at_the_top():
@@ -102,7 +102,7 @@ def test_rule_in_your_own_transformer_runs():
     code, = re.findall(r'own transformer.*?```python\n(.*?)```', README, re.DOTALL)
     scope = {}
     exec(compile(code, 'README.md', 'exec'), scope)  # the project's own text
-    assert scope['h'].shape == (2, 10, scope['D'])
+    assert scope['h'].shape == (2, 10, 64)
     assert len(code.strip().splitlines()) <= 12
 
 

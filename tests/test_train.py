@@ -63,7 +63,7 @@ def start(cfg, saved=None):
     """ A run that is about to begin its training loop. """
     Path(cfg.out_dir).mkdir(exist_ok=True)
     run = T.Run(cfg, T.Data(cfg, CPU), torch.float32, Display(cfg.max_iters, quiet=True))
-    run.warm_up()
+    run.announce()
     run.begin(saved)
     run.display.bar(run.progress.step)
     return run
@@ -227,7 +227,7 @@ def test_a_compiled_model_saves_plain_names(config, monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda m: torch._dynamo.eval_frame.OptimizedModule(m, lambda f: f))
     T.train(config(compile=True, max_iters=1), quiet=True)
     names = T.load_checkpoint(config().out_dir + '/ckpt.pt')['model']
-    assert names.keys() == GPT(config().model(25)).state_dict().keys()
+    assert names.keys() == GPT(config().gpt_config(25)).state_dict().keys()
 
 
 def test_what_is_compiled_by_default(monkeypatch):
@@ -520,7 +520,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(error, config, root, monkeypat
         f.write(b'half')
         raise error
     monkeypatch.setattr(torch, 'save', full)
-    message = r'a.pt: could not be written \(.*No space left.*\); the one before it stands$'
+    message = r'a.pt: could not be written \(.*No space left.*\); the previous one is whole$'
     with pytest.raises(RuntimeError, match=message):
         weights.save({'x': 2}, path)
     assert torch.load(path) == {'x': 1} and not os.path.exists(path + '.tmp')
