@@ -29,6 +29,8 @@ def main(argv=None):
     verb, rest = (argv[0], argv[1:]) if argv and argv[0] in VERBS else ('loss', argv)
     if verb == 'loss' and rest and not rest[0].startswith('-') and not rest[0].endswith('.toml'):
         configuration.fail(f'unknown verb {rest[0]!r}: must be one of ' + ', '.join(VERBS))
+    if argv in (['-h'], ['--help']):
+        print(__doc__.strip() + '\n')
     as_json, keys = '--json' in rest, [key for key in rest if key != '--json']
     try:
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
@@ -40,10 +42,11 @@ def main(argv=None):
         raise  # whoever read the output has gone
     except ValueError as e:
         configuration.fail(e)
-    except (RuntimeError, OSError) as e:  # files: ours are a ValueError, these are the output's
+    except (RuntimeError, OSError) as e:  # an OSError is from writing; bad input is a ValueError
         configuration.fail(e, code=1)
     except KeyboardInterrupt:
-        configuration.fail('interrupted: the same command goes on, without --overwrite', code=130)
+        goes_on = ': the same command goes on, without --overwrite' if verb in VERBS[:3] else ''
+        configuration.fail(f'interrupted{goes_on}', code=130)
 
 
 if __name__ == '__main__':

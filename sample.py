@@ -42,7 +42,7 @@ class SampleConfig:
     top_p: float | None = None  # draw from the fewest tokens that together have this probability
     seed: int = 1337  # the same seed and num_samples give the same texts
     show_depth: bool = False  # under each token, the source with most weight in the last read
-    device: str = 'auto'  # auto | cpu | cuda | mps
+    device: str = 'auto'  # auto | cpu | cuda | cuda:N | mps
     kernel: str = 'auto'  # how depth attention runs: auto | reference | torch | triton
 
     def __post_init__(self):

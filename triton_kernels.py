@@ -34,8 +34,7 @@ def refusal(h):
     return None
 
 
-# Triton compiles a kernel anew when an integer argument is 1 or a multiple of 16, unless it is
-# named in do_not_specialize.
+# do_not_specialize: else Triton compiles a kernel anew where one of these is 1 or a multiple of 16.
 
 if triton is not None:
     @triton.jit
@@ -89,9 +88,9 @@ if triton is not None:
         """ dv, the gradient of the row, from reads l .. last - 1, and the dz r of each.
 
         v_row, dh_l, h, carry, dv (T, D); w (R, D); lse (T,); dz_r (last - l, T).
-        Read l is the one of the step that wrote the row. Its dh_l, lse and delta are written to the
-        tape, dh (R, T, D) and stats (2, R, T): first lse, then delta. Those of later reads are
-        there already.
+        Read l is the one of the step that wrote the row. Its dh_l, lse and delta are written into
+        dh (R, T, D) and stats (2, R, T; lse, then delta), the tape of kernels.py. Those of later
+        reads are there already.
         """
         token, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
         mask = d < D
@@ -125,8 +124,8 @@ if triton is not None:
 
 @functools.lru_cache(maxsize=4096)
 def _table(rows, device):
-    """ The numbers of some rows, on the device. A rule asks for the same ones in every step. """
-    return torch.tensor(rows or (0,), dtype=torch.int32, device=device)  # never without memory
+    """ Row numbers as a tensor on the device, kept: a rule asks for the same in every step. """
+    return torch.tensor(rows or (0,), dtype=torch.int32, device=device)  # empty has no address
 
 
 def _launch(kernel, moved, x, *args):

@@ -50,7 +50,7 @@ def parse(cls, argv, description=None, program=None):
 
 
 def names_file(argument):
-    """ Whether an argument is a TOML file: FILE, --config=FILE or, without one, --config. """
+    """ Whether an argument is a TOML file: FILE or --config=FILE (or a bare --config). """
     return not argument.startswith('-') or argument.removeprefix('--').partition('=')[0] == 'config'
 
 
@@ -100,8 +100,8 @@ def convert(key, text, kind):
 
 
 def checker(settings):
-    """ Checks the types of all settings. Returns check(key, ok, allowed), which raises a ValueError
-    that names key unless ok.
+    """ Checks all types; makes an int a float where one is wanted. Returns check(key, ok, allowed),
+    which raises a ValueError that names key unless ok.
     """
     def check(key, ok, allowed):
         if not ok:
@@ -109,7 +109,8 @@ def checker(settings):
 
     for f in fields(settings):
         value = getattr(settings, f.name)
-        if float in union(f.type) and type(value) is int and abs(value) < 2**1000:
+        fits = type(value) is int and abs(value) < 2**1000  # a float holds it
+        if float in union(f.type) and fits:
             value = float(value)
             setattr(settings, f.name, value)
         check(f.name, type(value) in union(f.type), 'of type ' + spell(f.type))
@@ -136,7 +137,7 @@ def fail(message, code=2):
 
 def unknown(key, kinds):
     near = difflib.get_close_matches(key[:100], kinds, 1)
-    if NANOGPT.get(key) in kinds:  # its name here
+    if NANOGPT.get(key) in kinds:  # a name of nanoGPT's
         near = [NANOGPT[key]]
     hint = f'did you mean {near[0]}?' if near else '--help lists them all'
     return f'{brief.repr(key)}: must be a key; {hint}'

@@ -85,7 +85,9 @@ def only_run_in(folder):
             import fcntl
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as e:
-                raise ValueError(f'out_dir={folder!r}: must be free, another run is writing there '
-                                 f'({e})') from e
+            except BlockingIOError:
+                raise ValueError(f'out_dir={folder!r}: must be free, but another run is writing '
+                                 'there') from None
+            except OSError:
+                pass  # some network file systems have no such lock
         yield

@@ -7,7 +7,7 @@ import torch
 
 from data.prepare import load
 
-GOLDEN = (math.sqrt(5) - 1) / 2
+GOLDEN = (math.sqrt(5) - 1) / 2  # 1 / golden ratio
 
 
 class Data:
@@ -62,7 +62,7 @@ class Data:
         return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
 
     def train_batch(self, step, micro):
-        """ The batch of one forward pass, a function of (data_seed, step, micro) and nothing else.
+        """ The batch of one forward pass: it depends on the settings, step and micro alone.
 
         Window k of the run starts at the fraction k / golden ratio (modulo 1) of the text, counted
         from a random place. No order is more even, so each part of the text is seen equally often;

@@ -29,10 +29,10 @@ def when_parent_ends(act):
 
 @contextmanager
 def locked(folder, wait=True):
-    """ Makes folder and holds it for this process, at the longest until it ends.
+    """ Makes folder and holds it for this process; the lock ends with the process at the latest.
 
-    If another process holds it, this one waits or gets a ValueError. So it does if folder cannot
-    be written. A folder in which nothing was written is removed.
+    If another process holds it, this one waits or gets a ValueError. ValueError, too, if folder
+    cannot be written. A folder in which nothing was written is removed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def find_set(folder, wanted, overwrite):
     meta = read_json(folder / 'meta.json')
     if not meta or overwrite:
         return None
-    if meta != meta | wanted:
+    if any(meta.get(key) != value for key, value in wanted.items()):
         raise ValueError(f'name={folder.name!r}: holds a set already (from {meta.get("origin")}), '
                          'which may differ from this one; give --overwrite, or another --name')
     for split in SPLITS:

@@ -28,8 +28,8 @@ PIECE = 2**16  # characters that tiktoken gets at once, and some more up to the 
 # for certain: before the last blank of several, and between a letter and an ASCII sign or digit.
 # \s is a little more in Python than in tiktoken: it includes the characters \x1c to \x1f.
 BLANK, NO_BLANK = r'[^\S\x1c-\x1f]', r'[\S\x1c-\x1f]'
-LETTER, NO_LETTER = r'[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]', r'[!-@\[-`{-~]'
-CUT = re.compile(f'{BLANK}(?={NO_BLANK})|(?<={LETTER}){NO_LETTER}')
+LETTER, SIGN = r'[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]', r'[!-@\[-`{-~]'
+CUT = re.compile(f'{BLANK}(?={NO_BLANK})|(?<={LETTER}){SIGN}')
 
 
 def named(characters):
@@ -169,7 +169,7 @@ def pieces(texts):
     tiktoken needs memory in proportion to what it gets at once. Besides, it panics at a million
     blanks before a word; here they come to lie at the end of a piece, where it does not.
     """
-    rest, searched = '', PIECE  # there is no cut in rest from PIECE to searched
+    rest, searched = '', PIECE  # rest[:searched] needs no second search
     for text in texts:
         rest += text
         start = 0
@@ -178,7 +178,7 @@ def pieces(texts):
             start = found.start()
             searched = 0
         rest = rest[start:]
-        searched = max(PIECE, len(rest) - 1)  # the last blank may have a word after it
+        searched = max(PIECE, len(rest) - 1)  # the last one may be a blank before a word
     yield rest
 
 

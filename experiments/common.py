@@ -10,6 +10,8 @@ import torch
 import baselines  # noqa: F401 - importing it registers its rules
 from model import RESIDUALS
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def mode_keys(modes):
     """ The settings of each mode: of 'full,block:4' {'full': {'residual': 'full'},
@@ -30,25 +32,22 @@ def mode_keys(modes):
 
 
 def preset(argv, name):
-    """ argv after the TOML file `name` that fits this machine, unless argv names one itself. """
+    """ argv, with config/NAME_cpu.toml or NAME_gpu.toml first unless it names a TOML file. """
     if any(a.endswith('.toml') or a.startswith('--config') for a in argv):
         return argv
     gpu = torch.cuda.is_available() and '--device=cpu' not in argv
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return [os.path.join(here, 'config', f'{name}_{"gpu" if gpu else "cpu"}.toml'), *argv]
+    return [str(ROOT / 'config' / f'{name}_{"gpu" if gpu else "cpu"}.toml'), *argv]
 
 
 # -----------------------------------------------------------------------------
 # Statistics.
 
-# Student's t: a 95 % interval of a mean of n differences is their standard error times T95[n - 2].
+# The 97.5 % quantile of Student's t: T95[d - 1] for d degrees of freedom.
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 def student(degrees):
-    """ Student's t that 97.5 % lie below. Beyond 9 degrees of freedom it is that of 9, a little
-    too wide.
-    """
+    """ The 97.5 % quantile of Student's t; beyond 9 degrees that of 9, a little wide. """
     return T95[min(degrees, len(T95)) - 1]
 
 
@@ -76,8 +75,7 @@ def write_json(path, value):
 
 
 def git(*command):
-    here = os.path.dirname(os.path.abspath(__file__))
-    command = ['git', '-C', here, *command]
+    command = ['git', '-C', str(ROOT), *command]
     return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
 
 

@@ -24,7 +24,7 @@ def copy_speed(device, megabytes=1024, rounds=20):
 
 
 def against_floor(launches, spent, speed):
-    """ {op: us per launch, floor in us, floor / time}
+    """ {op: {launches, us per launch, floor in us, floor / time}}
 
     launches: (kernel, bytes) of each; spent: {kernel: (launches, total us)}; speed: bytes a second.
     """

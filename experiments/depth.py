@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from statistics import fmean
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -49,7 +50,7 @@ class DepthConfig:
 # The matrix.
 
 class Gates(TorchFunctionMode):
-    """ Notes what every gate returns; given noted ones, it returns these instead. """
+    """ Notes what every gate returns; given a list of noted ones, it replays them in order. """
     def __init__(self, noted=None):
         super().__init__()
         self.noted, self.held = [], noted and iter(noted)
@@ -83,18 +84,16 @@ def mixing(rule, seen):
     None if reads are no weighted sums of the sources.
     """
     v, h = torch.stack(seen.sources).detach(), torch.stack(seen.reads).detach()
-    kernel = getattr(rule, 'kernel', None)
-    rule.kernel = 'reference'  # here the gates of an AttnRes rule are seen, too
-    with Gates() as gates:
+    reference = patch.object(rule, 'kernel', 'reference', create=True)  # its gates are seen
+    with reference, Gates() as gates:
         reads(rule, v)
     M = v.new_zeros(len(v), *v.shape[:-1])
     for some in torch.arange(len(v)).split(v.size(-1)):  # a channel for each source
         unit = torch.zeros_like(v)
         unit[some, ..., torch.arange(len(some))] = 1
-        with Gates(gates.noted):
+        with reference, Gates(gates.noted):
             found = reads(rule, unit)  # channel i tells the weight of source some[i]
         M[:, some] = found[..., :len(some)].movedim(-1, 1)
-    rule.kernel = kernel
     error = (torch.einsum('lsbt,sbtd->lbtd', M, v) - h).norm() / h.norm()
     return M if error < 1e-4 else None
 
@@ -197,7 +196,7 @@ def examine(folder, cfg, device):
 
 
 def by_kind(values):
-    """ The mean over attention's reads / over the MLPs'; not of the first and the output's. """
+    """ Means over attention's / the MLPs' reads, without the first and the last read. """
     parts = values[2:-1:2], values[1:-1:2]
     return ' / '.join(f'{fmean(part):.3f}' for part in parts if part) or 'none'
 
@@ -216,7 +215,10 @@ def cells(modes):
 
 
 def show(folders, cfg, out, command):
-    """ Examines the checkpoints in folders, {label or number: folder}: table, JSON, pictures. """
+    """ Examines the checkpoints in folders, {name: folder}: table, JSON, pictures.
+
+    Where the name is a number, the label comes from the checkpoint.
+    """
     device, modes = pick_device(cfg.device), {}
     for name, folder in folders.items():
         label, m = examine(folder, cfg, device)
@@ -240,7 +242,7 @@ def main(argv):
     keys = [a for a in argv if a not in folders]
     intro = __doc__.split('\n\n')[0]
     values = configuration.parse(DepthConfig, keys, intro, 'compare.py depth DIR [DIR ...]')
-    cfg = configuration.build(DepthConfig, values)
+    cfg = configuration.build(DepthConfig, values, argv)
     folders = [configuration.expand(folder) for folder in folders]
     if len(folders) != 1 and not (folders and cfg.out):
         n = len(folders)

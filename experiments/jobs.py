@@ -58,8 +58,8 @@ class Job:
 
 
 def kept(folder):
-    """ The result of the finished run in folder, else None. Where the file is damaged, the run is
-    told again by its checkpoint.
+    """ The result of the finished run in folder, else None. If its file is damaged that is None,
+    too: the run then goes on from its last checkpoint, and writes it again.
     """
     with suppress(FileNotFoundError, ValueError):
         with open(os.path.join(folder, 'result.json'), encoding='utf-8') as f:
@@ -119,7 +119,7 @@ def in_a_process(job, threads, pipe):
 
     try:
         run(job, report)
-    except (KeyboardInterrupt, ValueError, RuntimeError) as e:
+    except (KeyboardInterrupt, ValueError, RuntimeError, OSError) as e:
         send(e)
 
 
@@ -146,7 +146,7 @@ class Child:
                     raise record
                 progress.update(self.job.name, record)
         if code:
-            raise RuntimeError(f'{self.job.name}: its process was killed (exit code {code})')
+            raise RuntimeError(f'{self.job.name}: its process ended with exit code {code}')
         return code == 0
 
 

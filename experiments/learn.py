@@ -20,12 +20,11 @@ import torch
 
 from data.prepare import load
 from experiments import pictures
-from experiments.common import environment, write_json
+from experiments.common import ROOT, environment, write_json
 from experiments.depth import DepthConfig, examine
 from train import read_run
 from weights import load_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
 RULES = 'standard', 'highway', 'denseformer', 'mhc', 'full', 'block'  # as in the picture
 COMPARED = 'standard', 'full', 'block'
 SEEDS = 1337, 1338, 1339, 1340, 1341
@@ -52,19 +51,28 @@ def copy(folder, diff=''):
     """ Writes the trainer and what it needs into folder, with model.py changed by the diff. """
     for path in ROOT.glob('*.py'):
         shutil.copy(path, folder)
-    for name in ('config', 'data'):
-        shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns('enwik8'))
-    if diff:
-        model = Path(folder, 'model.py')
-        model.write_text(apply(diff, model.read_text(encoding='utf-8')), encoding='utf-8')
+    shutil.copytree(ROOT / 'config', Path(folder, 'config'))
+    shutil.copytree(ROOT / 'data', Path(folder, 'data'), ignore=other_texts)
+    Path(folder, 'model.py').write_text(model_after(diff), encoding='utf-8')
 
 
-def trained(residual, seed, diff='', *settings):
+def other_texts(folder, names):
+    return [name for name in names if Path(folder, name).is_dir() and name != 'shakespeare_char']
+
+
+def model_after(diff):
+    """ The text of model.py, edited by the diff if there is one. """
+    source = (ROOT / 'model.py').read_text(encoding='utf-8')
+    return apply(diff, source) if diff else source
+
+
+def trained(seed, residual, diff=''):
     """ The folder of a finished run with the rule, edited by diff. Trains if there is none. """
-    name = f'{residual}-{hashlib.sha256(diff.encode()).hexdigest()[:8]}-{seed}'
+    defined = model_after(diff) + (ROOT / 'config' / 'learn.toml').read_text(encoding='utf-8')
+    name = f'{residual}-{hashlib.sha256(defined.encode()).hexdigest()[:8]}-{seed}'
     folder = ROOT / 'out' / 'learn' / name
     command = [sys.executable, 'train.py', 'config/learn.toml', f'--out_dir={folder}',
-               f'--residual={residual}', f'--seed={seed}', *settings]
+               f'--residual={residual}', f'--seed={seed}']
     if not (folder / 'finished').exists():
         with TemporaryDirectory() as there:
             copy(there, diff)
@@ -93,7 +101,7 @@ def main():
     wanted = [(label, seed, *todo[label]) for seed in SEEDS for label in todo]
     wanted += [(label, SEEDS[0], label, '') for label in RULES if label not in COMPARED]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        folders = list(pool.map(lambda job: trained(job[2], job[1], job[3]), wanted))
+        folders = list(pool.map(lambda job: trained(*job[1:]), wanted))
     modes, shown = {label: {'final_loss': [], 'query_norm': []} for label in todo}, {}
     for (label, seed, *_), folder in zip(wanted, folders, strict=True):
         if label in modes:

@@ -5,13 +5,13 @@ Runs are paired: one seed means the same weights and the same batches in every m
 """
 import os
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import config as configuration
 from config.machine import pick_compile, pick_device, pick_dtype
 from experiments import depth, measure, pictures
-from experiments.common import environment, paired, signed, table, write_json
-from experiments.runs import RunsConfig, commits, partition, run_all, settings
+from experiments.common import paired, signed, table, write_json
+from experiments.runs import RunsConfig, commits, heading, partition, run_all, settings
 from sample import SampleConfig, sample
 from weights import load_checkpoint
 
@@ -43,12 +43,10 @@ def compare(cfg, argv):
         timed = {label: configs[label] for label in labels}
         cost = costs(timed, vocab_size, cfg.timing_rounds, base)
 
-    device = pick_device(cfg.device)
-    used = {k: v for k, v in asdict(cfg).items() if k not in ('resume', 'overwrite')}
-    data = {'command': ' '.join(['python compare.py', *argv]), **environment(device),
+    on_gpu = pick_device(cfg.device).type == 'cuda'
+    data = {**heading('', argv, cfg),
             'commit': commits([run for of_mode in runs.values() for run in of_mode] + noise),
-            'config': used, 'base': base, 'same': same,
-            'memory': 'peak memory' if device.type == 'cuda' else 'kept for backward',
+            'same': same, 'memory': 'peak memory' if on_gpu else 'kept for backward',
             'modes': {k: result(runs[k], runs[base], cost.get(k)) for k in labels}}
     if noise:
         data['noise'] = result(noise, runs[base], None)

@@ -33,7 +33,7 @@ def plain_numbers(axis, steps):
 
 
 def curves(ax, modes, in_time=False):
-    """ Validation loss against steps, or steps x the median time of one: mean and range. """
+    """ Draws mean and range of the loss over steps, or over their time; returns the caption. """
     lowest, highest = np.inf, 0.0
     for i, (label, m) in enumerate(modes.items()):
         x = np.array([step for step, _ in m['history'][0]])
@@ -43,7 +43,7 @@ def curves(ax, modes, in_time=False):
         mean = runs.mean(0)
         ax.plot(x, mean, color=f'C{i}', lw=1.8, label=f'{label}  {mean[-1]:.3f}')
         ax.fill_between(x, runs.min(0), runs.max(0), color=f'C{i}', alpha=0.18, lw=0)
-        early = min(len(mean) - 1, max(1, len(mean) // 6))  # what was before is cut off
+        early = min(len(mean) - 1, max(1, len(mean) // 6))  # the y axis ends at this loss
         lowest, highest = min(lowest, runs.min()), max(highest, mean[early])
     highest = max(highest, lowest + 1e-3)
     ax.set_ylim(lowest - 0.03 * (highest - lowest), highest)
@@ -65,7 +65,7 @@ def loss(results, path):
 
 
 def dots(results, path, base, paper, bases=None):
-    """ Each mode's difference from base with its interval; hollow: the paper's, {mode: number}.
+    """ Each mode's difference from base with its interval; paper: {mode: its difference}, hollow.
 
     bases: {mode: its own base} of those that are compared with another. A difference that
     is larger than LIMIT is an arrow at the edge, so that the others can be told apart.

@@ -33,7 +33,8 @@ class Progress:
         self.bar = tqdm(total=self.steps, disable=None, leave=False, dynamic_ncols=True,
                         file=sys.stderr, bar_format='{percentage:3.0f}%|{bar:20}| {desc}')
         at_once = f', {workers} at a time' if workers > 1 else ''
-        self.say(f'{len(runs)} runs{at_once}, {self.steps:,} steps in all: '
+        word = 'run' if len(runs) == 1 else 'runs'
+        self.say(f'{len(runs)} {word}{at_once}, {self.steps:,} steps in all: '
                  f'about {duration(self.expected / workers)}')
 
     def say(self, line):
@@ -71,7 +72,7 @@ class Progress:
                    for name, (steps, seconds) in self.runs.items())
         speed = self.workers
         if done > 0.02 * self.expected:
-            speed = done / (time.monotonic() - self.began)  # expected seconds in a second
+            speed = done / (time.monotonic() - self.began)  # expected seconds done in a second
         return (self.expected - done) / speed
 
     def show(self, steps):

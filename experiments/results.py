@@ -23,20 +23,20 @@ import model
 from data.prepare import load
 from experiments import depth, loss, pictures, scaling, sweep
 from experiments import speed as cost
-from experiments.common import environment, mode_keys, write_json
+from experiments.common import ROOT, environment, mode_keys, write_json
 
-ROOT = Path(__file__).resolve().parent.parent
 HAND = '<!-- written by hand -->', '<!-- the rest is generated: python compare.py results -->'
 # Of a kind of part: the verb that makes it, and the file that this one writes.
 VERBS = {'loss': (loss, 'results.json'), 'dots': (loss, 'results.json'),
          'sweep': (sweep, 'sweep.json'), 'scaling': (scaling, 'scaling.json'), 'speed': (cost, '')}
+DEPTHS = {'shakespeare': 'depth.json', 'quiet': 'quiet_depth.json'}  # maps of a part's runs
 PARTS = tomllib.loads((ROOT / 'assets' / 'results.toml').read_text(encoding='utf-8'))
 
 
 @dataclass
 class ResultsConfig:
     check: bool = False  # write nothing; exit code 1 if RESULTS.md is out of date
-    rerun: bool = False  # first train and time everything anew, from where it was stopped: hours
+    rerun: bool = False  # first train and time anew all parts that have argv, or go on: hours
     only: str = ''  # of --rerun: the parts to run, separated by commas; by default all
 
     def __post_init__(self):
@@ -44,6 +44,7 @@ class ResultsConfig:
         can = [name for name, part in PARTS.items() if 'argv' in part]
         self.parts = [name for name in can if not self.only or name in self.only.split(',')]
         check('only', set(self.only.split(',')) <= {'', *can}, 'some of ' + ', '.join(can))
+        check('check', not (self.check and self.rerun), 'used without --rerun')
         check('only', self.rerun or not self.only, 'used with --rerun')
 
 
@@ -173,8 +174,8 @@ def rerun(names):
             verb, file = VERBS[kind]
             verb.main([*argv, f'--out_dir={out}'])
             shutil.copy(out / file, assets / f'{name}.json')
-        if name == 'shakespeare':
-            shutil.copy(out / 'depth.json', assets / 'depth.json')
+        if name in DEPTHS:
+            shutil.copy(out / 'depth.json', assets / DEPTHS[name])
 
 
 def traffic():
@@ -193,7 +194,7 @@ def traffic():
 def main(argv):
     intro = __doc__.split('\n\n')[0]
     values = configuration.parse(ResultsConfig, argv, intro, 'compare.py results')
-    cfg = configuration.build(ResultsConfig, values)
+    cfg = configuration.build(ResultsConfig, values, argv)
     path = ROOT / 'RESULTS.md'
     if cfg.rerun:
         os.chdir(ROOT)

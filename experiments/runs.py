@@ -5,15 +5,18 @@ A run is keyed by everything that defines it. So experiments share runs, and one
 interrupted goes on where it was. Runs are paired: one seed means the same weights and the same
 batches in every mode.
 """
+import ast
 import hashlib
+import inspect
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
 import config as configuration
+import model
 from config.machine import pick_device, pick_dtype
 from data.files import sha256
 from data.prepare import load
@@ -33,7 +36,7 @@ class RunsConfig(TrainConfig):
     modes: str = 'standard,full,block'  # residual rules to compare; block:N: N residual blocks
     seeds: int = 1  # paired runs of each mode, with seeds seed, seed + 1, ...
     workers: int = 0  # runs at the same time, sharing the threads; 0: on a CPU one a core, else 1
-    goes_on = False  # no setting: whether a run that diverges is a result
+    may_diverge = False  # no key: whether a run that diverges counts as a result
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,13 +68,18 @@ class RunsConfig(TrainConfig):
 
     def plain(self, **keys):
         """ The trainer's part of the settings, with keys changed. """
-        own = {k: v for k, v in asdict(self).items() if hasattr(TrainConfig, k)}
+        own = {f.name: getattr(self, f.name) for f in fields(TrainConfig)}
         return TrainConfig(**own | keys)
 
     def mode_configs(self, **keys):
         """ {label: TrainConfig}, in the order asked for, with keys changed. """
-        modes = mode_keys(self.modes)
-        return {label: self.plain(**mode, **keys) for label, mode in modes.items()}
+        configs = {}
+        for label, mode in mode_keys(self.modes).items():
+            try:
+                configs[label] = self.plain(**mode, **keys)
+            except ValueError as e:
+                raise ValueError(f'modes={label!r}: {e}' if ':' in label else e) from e
+        return configs
 
 
 def settings(cls, argv, verb, description, refused=()):
@@ -79,15 +87,15 @@ def settings(cls, argv, verb, description, refused=()):
 
     refused: keys that another decides. Bad input ends the program.
     """
-    argv = preset(argv, 'scaling' if verb == 'scaling' else 'compare')
+    name = 'scaling' if verb == 'scaling' else 'compare'
+    argv = preset(argv, name)
+    description += (f'\nWithout a FILE.toml, config/{name}_cpu.toml or, with a GPU, '
+                    f'config/{name}_gpu.toml is read.')
     values = configuration.parse(cls, argv, description, f'compare.py {verb}')
     for key, why in (REFUSED | dict.fromkeys(refused, '--sizes decides it')).items():
         if key in values:
             configuration.fail(f'{key}={values[key]!r}: must be left out: {why}')
-    try:
-        cfg = cls(**values)
-    except ValueError as e:
-        configuration.fail(f'{e}{configuration.origin(e, argv)}')
+    cfg = configuration.build(cls, values, argv)
     torch.set_num_threads(cfg.share[1])  # for what is trained, timed and sampled in this process
     return cfg
 
@@ -104,13 +112,21 @@ def partition(cfg):
 def run_key(cfg, data):
     """ What defines a run, hashed: the same key, the same network on the same batches.
 
-    data: what a config only names: hashes of the token files and of the weights to begin with.
+    data: what a config only names: hashes of the token files and of the weights to begin with. The
+    code of the model and of the rule counts, too: whoever edits a rule gets new runs.
     """
     device = pick_device(cfg.device)
     ignored = MAY_CHANGE_ON_RESUME - {'patience', 'nonfinite'}
     known = {k: v for k, v in asdict(canonical(cfg)).items() if k not in ignored}
-    known |= {'data': data, 'device': device.type, 'dtype': str(pick_dtype(cfg.dtype, device))}
+    known |= {'data': data, 'code': code_of(cfg.residual),
+              'device': device.type, 'dtype': str(pick_dtype(cfg.dtype, device))}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def code_of(residual):
+    """ model.py and the file of the rule, as parsed: comments do not count. """
+    files = {model.__file__, inspect.getfile(model.RESIDUALS[residual])}
+    return [ast.dump(ast.parse(Path(file).read_bytes())) for file in sorted(files)]
 
 
 def hashes(meta, init_from):
@@ -135,7 +151,7 @@ def run_all(todo, cfg):
         name = f'{partition(c).replace(":", "-")}-{c.seed}-{run_key(c, data)}'
         folder = os.path.join(cfg.out_dir, 'runs', name)
         folders.append(folder)
-        jobs[folder] = Job(label, c, folder, cfg.goes_on)
+        jobs[folder] = Job(label, c, folder, cfg.may_diverge)
     missing = [job for job in jobs.values() if cfg.overwrite or not is_done(job)]
     if len(missing) < len(jobs):
         print(f'{len(jobs) - len(missing)} of {len(jobs)} runs are kept from an earlier call')
@@ -177,7 +193,7 @@ def final_losses(cfg, points, title):
 
 def heading(verb, argv, cfg):
     """ What the JSON of a grid begins with: how it was made. """
-    return {'command': ' '.join([f'python compare.py {verb}', *argv]),
+    return {'command': ' '.join(filter(None, ['python compare.py', verb, *argv])),
             **environment(pick_device(cfg.device)), 'config': asdict(cfg), 'base': cfg.base}
 
 

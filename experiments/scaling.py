@@ -5,8 +5,8 @@ Trains the residual rules on a ladder of sizes and fits loss = A C^-alpha to eac
     python compare.py scaling config/scaling_cpu.toml --sizes=4,6,8 --seeds=3
 
 One dial makes a network: n transformer blocks of width aspect * n. Steps grow with n and the
-learning rate falls with 1 / n, from those of the smallest. C = 6 * parameters (embeddings apart) *
-tokens, in floating-point operations; as in the paper it leaves out the cost of the rule itself.
+learning rate falls with 1 / n. C = 6 * parameters (embeddings apart) * tokens, in floating-point
+operations; as in the paper it leaves out the cost of the rule itself.
 C'/C: the compute that the standard residual would need, by its fit, for the loss that a rule's fit
 reaches at the largest C.
 """
@@ -27,8 +27,8 @@ DAY = 8.64e19  # floating-point operations of a petaflop/s-day
 class ScalingConfig(RunsConfig):
     sizes: str = '4,6,8,10'  # numbers of transformer blocks, even, growing
     aspect: int = 16  # width for each transformer block; heads are 32 wide
-    max_iters: int = 600  # steps of the smallest network; larger ones take n times as many
-    learning_rate: float = 4e-3  # of the smallest network; larger ones take 1 / n of it
+    max_iters: int = 600  # steps of the smallest network; one k times as deep takes k times as many
+    learning_rate: float = 4e-3  # of the smallest network; one k times as deep takes 1 / k of it
     seeds: int = 3  # paired runs of each mode and size
 
     def __post_init__(self):

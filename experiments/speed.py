@@ -1,10 +1,10 @@
 """
 Cost of the residual rules by mode and kernel: time of forward, step and one decoded token, memory.
 
-All candidates take turns in one process with the standard residual. Figures are medians, ratios are
-medians of the ratios within a round. On CUDA each kernel is also held against the time of a plain
-copy. On a CPU with one thread the clock is the process's own CPU time: a busy machine disturbs it
-less.
+All candidates take turns in one process with the base, the standard residual. Figures are medians,
+ratios are medians of the ratios within a round. On CUDA each kernel is also held against the time
+of a plain copy. On a CPU with one thread the clock is the process's own CPU time: a busy machine
+disturbs it less.
 
     python compare.py speed --shape=B
     python compare.py speed --shape=gpt2 --modes=standard,block:8 --kernels=torch,triton --compile
@@ -39,11 +39,11 @@ class SpeedConfig(GPTConfig):
     shape: str = 'B'  # A | B | C | gpt2: sizes of network and batch; model keys given win
     batch_size: int = 16  # sequences; by default the shape's
     modes: str = 'standard,full,block:4,block:8'  # residual rules; block:N: N residual blocks
-    kernels: str = 'auto'  # of AttnRes modes: some of auto, reference, torch, triton, with commas
+    kernels: str = 'auto'  # of full and block: some of auto, reference, torch, triton, with commas
     rounds: int = 0  # interleaved rounds; 0: at least 5, about 20 seconds for each kind of figure
     threads: int = 1  # CPU threads
     decode: bool = True  # measure the decoding of one token, too
-    device: str = 'auto'  # auto | cpu | cuda | mps
+    device: str = 'auto'  # auto | cpu | cuda | cuda:N | mps
     dtype: str = 'auto'  # auto | float32 | bfloat16 | float16
     compile: bool = False  # torch.compile
     out: str = ''  # also write the JSON to this file
@@ -67,7 +67,7 @@ class SpeedConfig(GPTConfig):
 
 
 def candidates(cfg):
-    """ {label: GPTConfig}: standard, the base, first; Full and Block with each kernel. """
+    """ {label: GPTConfig}, the base first: standard, else the first mode. AttnRes by kernel. """
     modes, out = mode_keys(cfg.modes), {}
     for label in sorted(modes, key=lambda label: label != 'standard'):
         attnres = modes[label]['residual'] in ('full', 'block')
@@ -157,23 +157,18 @@ def speed(cfg):
     configs = candidates(cfg)
     benches = {name: measure.Bench(c, cfg.batch_size, device, dtype, cfg.compile)
                for name, c in configs.items()}
-    rows = {name: {} for name in benches}
+    figures = {}  # kind -> name -> its numbers
     for kind, f in KINDS.items():
-        found = timed({name: partial(f, b) for name, b in benches.items()}, cfg, device)
-        for name, numbers in found.items():
-            rows[name][kind] = numbers
+        figures[kind] = timed({name: partial(f, b) for name, b in benches.items()}, cfg, device)
     if not cfg.compile:
         kept = {name: measure.alive_bytes(b) for name, b in benches.items()}
         base = next(iter(kept.values()))
-        for name, size in kept.items():
-            rows[name]['kept'] = {'bytes': size, 'ratio': size / base}
+        figures['kept'] = {name: {'bytes': n, 'ratio': n / base} for name, n in kept.items()}
     if device.type == 'cuda':
-        for name, b in benches.items():
-            rows[name]['peak'] = {'bytes': measure.peak_bytes(b)}
+        figures['peak'] = {name: {'bytes': measure.peak_bytes(b)} for name, b in benches.items()}
     if cfg.decode:
-        found = timed({name: decoder(b) for name, b in benches.items()}, cfg, device)
-        for name, numbers in found.items():
-            rows[name]['decode'] = numbers
+        figures['decode'] = timed({name: decoder(b) for name, b in benches.items()}, cfg, device)
+    rows = {name: {kind: of[name] for kind, of in figures.items()} for name in benches}
     for name, c in configs.items():
         if c.residual not in ('full', 'block') or triton_kernels.triton is None:
             continue
@@ -218,7 +213,7 @@ def main(argv):
             configuration.fail(f'{key}={values[key]!r}: must be left out: {why}')
     shape = values.get('shape', SpeedConfig.shape)
     shape = SHAPES.get(shape, {}) if isinstance(shape, str) else {}
-    cfg = configuration.build(SpeedConfig, shape | values)
+    cfg = configuration.build(SpeedConfig, shape | values, argv)
     device, rows = speed(cfg)
     print(table(cells(rows)))
     print('kept: bytes for the backward pass. decode: one token. u: tokens x width numbers.')

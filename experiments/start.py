@@ -6,10 +6,10 @@ The start of training: what the queries do in the first steps, by recipe. A stud
 Every recipe trains the same network on the same batches of enwik8. Finished runs are kept in
 out/start, so the same command goes on where it was stopped. All together make assets/start.json.
 """
+import hashlib
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 import torch
@@ -17,12 +17,11 @@ from torch import nn
 
 from config.machine import pick_device
 from data.batches import Data
-from experiments.common import environment, write_json
+from experiments.common import ROOT, environment, write_json
 from experiments.runs import RunsConfig, settings
 from model import GPT
 from train import learning_rate
 
-ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ['--dataset=enwik8', '--max_iters=600', '--eval_interval=50', '--eval_iters=12']
 SEEDS = 1337, 1338
 ALSO_MEASURED_AT = 10, 20, 30, 40, 70
@@ -71,7 +70,7 @@ class Watch:
         """
         entropies, norm, largest = [], math.nan, math.nan
 
-        def look(l, alpha):  # alpha (n, B, T); 1 means that all weights are equal
+        def look(l, alpha):  # alpha (n, B, T); an entropy of 1: equal weights
             if len(alpha) > 1:
                 entropy = -(alpha * alpha.clamp_min(1e-30).log()).sum(0).mean()
                 entropies.append(entropy.item() / math.log(len(alpha)))
@@ -142,8 +141,9 @@ def main():
     runs, base = {}, settings(RunsConfig, SETTINGS, 'loss', __doc__)
     for seed in SEEDS:
         for label, recipe in RECIPES.items():
-            name = label.replace('/', 'over')
-            path = ROOT / 'out' / 'start' / f'{name}-{seed}.json'
+            defined = repr((recipe, seed, SETTINGS))
+            name = hashlib.sha256(defined.encode()).hexdigest()[:12]
+            path = ROOT / 'out' / 'start' / f'{name}.json'
             if not path.exists():
                 keys = {key: getattr(recipe, key) for key in ('residual', 'warmup_iters', 'beta2')}
                 records = first_steps(base.plain(seed=seed, **keys), recipe)

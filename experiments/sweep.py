@@ -17,6 +17,7 @@ from experiments.common import paired, signed
 from experiments.runs import RunsConfig, conclude, final_losses, heading, settings
 from train import MAY_CHANGE_ON_RESUME, TrainConfig
 
+# Keys that a sweep may not vary.
 FIXED = {'residual', 'residual_blocks', 'seed', 'dataset', 'init_from', 'min_lr', 'vocab_size'}
 KEYS = {f.name: f.type for f in fields(TrainConfig) if f.name not in MAY_CHANGE_ON_RESUME | FIXED}
 
@@ -25,7 +26,7 @@ KEYS = {f.name: f.type for f in fields(TrainConfig) if f.name not in MAY_CHANGE_
 class SweepConfig(RunsConfig):
     vary: str = 'learning_rate=1e-3,2e-3,4e-3,8e-3'  # KEY=A,B,... or KEY,KEY=A:X,B:Y,...
     seeds: int = 2  # paired runs of each mode and value
-    goes_on = True
+    may_diverge = True
 
     def __post_init__(self):
         super().__post_init__()

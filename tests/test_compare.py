@@ -5,6 +5,8 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import claims
 import pytest
@@ -13,7 +15,7 @@ import torch
 import compare
 import config as configuration
 import train as trainer
-from experiments import jobs, measure, pictures, progress, results, runs
+from experiments import common, jobs, measure, pictures, progress, results, runs
 from experiments import loss as L
 from experiments.common import table
 
@@ -540,6 +542,60 @@ def test_the_same_function_is_one_run_and_another_is_another():
     assert key('full', 2) == key('full', 8) == key('block', 8) and key('window', 2) == key('window', 8)
     assert key('block', 5) == key('block', 4) != key('block', 2)
     assert key('heads', 2) != key('heads', 8) != key('block', 8)
+
+
+def test_an_edit_of_the_model_makes_new_runs_and_a_comment_does_not(tmp_path, monkeypatch):
+    """ Kept runs are those of the code that is there, so whoever edits a rule sees what it does. """
+    def key(edit):
+        (tmp_path / 'model.py').write_text(edit(source))
+        return runs.run_key(runs.TrainConfig(device='cpu'), {})
+    source = Path(runs.model.__file__).read_text()
+    monkeypatch.setattr(runs.model, '__file__', str(tmp_path / 'model.py'))
+    monkeypatch.setattr(runs.inspect, 'getfile', lambda rule: str(tmp_path / 'model.py'))
+    before = key(lambda text: text)
+    assert key(lambda text: '# a comment\n' + text) == before
+    assert key(lambda text: text.replace('h = h + f(h)', 'h = h + 2 * f(h)', 1)) != before
+
+
+def test_a_commit_with_changes_anywhere_says_so(tmp_path, monkeypatch):
+    git = ['git', '-C', str(tmp_path), '-c', 'user.name=a', '-c', 'user.email=a@b']
+    (tmp_path / 'config').mkdir()
+    for name in ('model.py', 'config/x.toml', 'README.md'):
+        (tmp_path / name).write_text('one')
+    for command in (['init', '-q'], ['add', '.'], ['commit', '-qm', 'one']):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(common, 'ROOT', tmp_path)
+    clean = common.commit()
+    for name, changes in (('README.md', False), ('model.py', True), ('config/x.toml', True)):
+        (tmp_path / name).write_text('two')
+        assert common.commit() == clean + '+' * changes, name
+        (tmp_path / name).write_text('one')
+
+
+@pytest.mark.parametrize('modes, message', [
+    ('standard,block:400', "modes='block:400': residual_blocks=400: must be from 1 to 2 * n_layer = 24"),
+    ('block:0', "modes='block:0': residual_blocks=0: must be a whole number from 1 to 2**31 - 1")])
+def test_a_number_of_blocks_that_cannot_be_is_the_mode_s(modes, message, capsys):
+    with pytest.raises(SystemExit):
+        compare.main([f'--modes={modes}', '--device=cpu'])
+    assert capsys.readouterr().err == f'error: {message}\n'
+
+
+def test_help_lists_the_verbs(capsys):
+    with pytest.raises(SystemExit):
+        compare.main(['--help'])
+    shown = capsys.readouterr().out
+    assert 'compare.py sweep --vary=' in shown and 'Without a FILE.toml, config/compare_cpu.toml' in shown
+
+
+def test_a_job_whose_folder_cannot_be_written_says_why():
+    """ What a child process reports is raised as it is, an OSError too. """
+    sent = []
+    pipe = type('Pipe', (), {'send': lambda self, what: sent.append(what)})()
+    with mock.patch.object(jobs, 'run', side_effect=OSError(28, 'No space left on device')), \
+            mock.patch.object(jobs, 'when_parent_ends'):
+        jobs.in_a_process(None, torch.get_num_threads(), pipe)
+    assert [error.errno for error in sent] == [28]
 
 
 def test_picture_of_the_first_steps(tmp_path):

@@ -20,7 +20,7 @@ BUDGETS = {
     'baselines.py': 375,
     'train.py': 640,
     'sample.py': 243,
-    'compare.py': 50,
+    'compare.py': 53,
     'config/__init__.py': 180,
     'data/prepare.py': 230,
     'README.md': 170,
@@ -50,7 +50,7 @@ def test_budget(name):
 def test_budget_of_experiments():
     """ Seven verbs, two studies and their pictures, one idea a line. """
     files = (ROOT / 'experiments').glob('*.py')
-    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2543
+    assert sum(len(p.read_text(encoding='utf-8').splitlines()) for p in files) <= 2563
 
 
 def test_no_surprises_at_the_top():

@@ -1,4 +1,5 @@
 """ The trainer: what a run sees, that it continues to the last bit, what it guards, what it refuses. """
+import errno
 import io
 import json
 import math
@@ -541,6 +542,17 @@ def test_one_run_a_folder(config, root):
         with pytest.raises(ValueError, match='out_dir=.*another run'):
             T.train(config(), quiet=True)
     T.train(config(), quiet=True)
+
+
+def test_a_folder_without_locks_is_taken(root, monkeypatch):
+    """ As on some network file systems. """
+    import fcntl
+
+    def no_lock(file, how):
+        raise OSError(errno.ENOLCK, 'No locks available')
+    monkeypatch.setattr(fcntl, 'flock', no_lock)
+    with T.only_run_in(str(root / 'unlocked')):
+        assert (root / 'unlocked').is_dir()
 
 
 @pytest.mark.parametrize('out_dir', ['file', 'file/below', '/proc/none'])
